@@ -1,0 +1,35 @@
+"""Every error that tp_walk raises on purpose, each naming what was wrong, with which value, and what to do."""
+
+from __future__ import annotations
+
+
+class WalkError(RuntimeError):
+    """Base of all tp_walk errors: `except WalkError` catches whatever the package reports."""
+
+
+class WalkInputError(WalkError, ValueError):
+    """A bad argument, caught on the host before anything reached the device."""
+
+
+class PlanUnavailableError(WalkError):
+    """A plan that can't run here, with the reason. Raised alike on every rank."""
+
+
+class CheckpointError(WalkError, ValueError):
+    """A checkpoint that can't be used: names the file, the tensor, what was found and what was expected."""
+
+
+class WalkTimeout(WalkError):
+    """A wait for another rank ran past its deadline. The tokens of that block are the anchors."""
+
+
+class WalkMismatch(WalkError):
+    """Ranks were given different configurations or launches; the message names the field and both values."""
+
+
+class RuntimeClosedError(WalkError):
+    """A closed runtime was used."""
+
+
+class SetupError(WalkError):
+    """A set-up stage failed on some rank. Every rank raises the same one, naming the rank, the stage and the cause."""

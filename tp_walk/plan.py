@@ -1,0 +1,144 @@
+"""What a plan is, and the seam between WalkRuntime and the code that runs a plan."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from tp_walk.config import Deadline, LogitsMode, LogitsRows, Rounding, WalkShape
+from tp_walk.errors import PlanUnavailableError
+from tp_walk.shard import Shard
+
+if TYPE_CHECKING:
+    from tp_walk.group import WalkGroup
+    from tp_walk.head import MarkovHead
+    from tp_walk.noise import Noise
+
+PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "reference_int8")
+
+# The definitions run anywhere and take memory only once they are walked, so that a kill switch always has its plan.
+REFERENCE_PLANS = ("reference", "reference_int8")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run a walk, and why it was chosen.
+
+    expected_us: predicted µs of one block, runner_up: the next best plan, margin: its predicted time over this one's
+    (all None when nothing was measured). provenance: where the choice comes from, in words.
+    """
+
+    name: str
+    expected_us: float | None = None
+    runner_up: str | None = None
+    margin: float | None = None
+    provenance: str = "named by the caller"
+
+
+class WalkInputs(NamedTuple):
+    """One walk's arguments, validated by WalkRuntime; every tensor is on the runtime's device.
+
+    base_logits: `[batch, gamma, width]` bf16 (fp32 too when rounding is "none"), any row stride, last stride 1.
+    base_is_full: the columns are ids `[0, V)`; otherwise this rank's shard. More columns than that are padding.
+    anchors: `[batch]` int32 or int64, any stride. temperatures: `[batch]` float32 or None (all greedy).
+    noise: given whenever temperatures are. num_valid: int32 scalar; rows from there on are inert.
+    tokens: `[batch, gamma]` int64, written. logits_out: `[batch, gamma, width or V]` written, bf16 (fp32 when rounding
+    is "none"), None when logits is "none". lse_out: `[batch, gamma]` float32, written, or None.
+    """
+
+    base_logits: torch.Tensor
+    base_is_full: bool
+    anchors: torch.Tensor
+    temperatures: torch.Tensor | None
+    noise: Noise | None
+    num_valid: torch.Tensor | None
+    logits: LogitsMode
+    logits_rows: LogitsRows
+    tokens: torch.Tensor
+    logits_out: torch.Tensor | None
+    lse_out: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class ExecutorContext:
+    """What an executor is built from.
+
+    head: the weights; rows of W2 only through `head.w2_rows`. w1 `[V_target(+), r]` bf16 and d2t `[V]` int64 or None
+    are on `device` already, shared by all executors of the runtime and refreshed in place by `WalkRuntime.reload`.
+    shards: every rank's, in rank order; shard: this rank's. on_poison: called from a host thread, with the error, once
+    a failure is seen that no Python call is there to report.
+    """
+
+    head: MarkovHead
+    w1: torch.Tensor
+    d2t: torch.Tensor | None
+    shape: WalkShape
+    shards: tuple[Shard, ...]
+    shard: Shard
+    group: WalkGroup
+    device: torch.device
+    max_batch: int
+    max_gamma: int
+    rounding: Rounding
+    deadline: Deadline
+    on_poison: Callable[[Exception], None] | None
+
+
+class PlanExecutor(Protocol):
+    """Runs one plan. All calls but `check` and `memory_bytes` are collectives, in the same order on every rank."""
+
+    name: str
+
+    def memory_bytes(self) -> int:
+        """Device bytes that this plan alone holds (W1 and d2t are the runtime's)."""
+        ...
+
+    def walk(self, inputs: WalkInputs) -> None:
+        """Enqueues the walk, and the advance of a device-side noise offset if temperatures are given."""
+        ...
+
+    def check(self) -> None:
+        """Raises WalkTimeout or WalkMismatch if the host can know of a failure. No device synchronisation."""
+        ...
+
+    def reset(self) -> None:
+        """Brings a failed executor back, once all ranks are alive."""
+        ...
+
+    def reload(self, head: MarkovHead) -> None:
+        """Takes new weights of the same shapes into the same device memory, so that captured graphs stay valid."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything; idempotent."""
+        ...
+
+
+ExecutorFactory = Callable[[ExecutorContext], PlanExecutor]
+
+
+def _lazy(module: str, name: str) -> ExecutorFactory:
+    """A factory that imports its module when called, so that importing tp_walk touches no GPU library."""
+
+    def build(context: ExecutorContext) -> PlanExecutor:
+        try:
+            factory: ExecutorFactory = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise PlanUnavailableError(f"{module} can't be imported: {error}") from error
+        return factory(context)
+
+    return build
+
+
+# A factory raises PlanUnavailableError where its plan can't run. Building is collective: a factory that talks to other
+# ranks first votes (WalkGroup.vote) on whatever could fail on this rank alone; one that doesn't may simply raise, since
+# WalkRuntime votes on the outcome of every factory.
+EXECUTORS: dict[str, ExecutorFactory] = {
+    "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
+    "reference": _lazy("tp_walk.reference", "ReferenceExecutor"),
+    "reference_int8": _lazy("tp_walk.reference", "ReferenceInt8Executor"),
+}

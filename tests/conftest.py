@@ -1,4 +1,4 @@
-"""What all tests share: one thread, where the golden cases are, and a kernel cache of their own."""
+"""What all tests share: one thread, and where the golden cases are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def cases_dir() -> Path:
-    """The folder of golden cases: `TP_WALK_CASES`, or `shared/cases` beside the repository; skips where there is none."""
+    """The golden cases: `TP_WALK_CASES`, or `shared/cases` beside the repository; skips where there are none."""
     repository = Path(__file__).resolve().parents[1]
     folder = Path(os.environ.get("TP_WALK_CASES", repository.parent / "shared" / "cases"))
     if not folder.is_dir():

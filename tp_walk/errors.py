@@ -33,3 +33,7 @@ class RuntimeClosedError(WalkError):
 
 class SetupError(WalkError):
     """A set-up stage failed on some rank. Every rank raises the same one, naming the rank, the stage and the cause."""
+
+
+class KernelError(WalkError):
+    """A kernel that can't be compiled, read or loaded; the message holds the compiler's log or the driver's status."""

@@ -32,44 +32,45 @@
 // kernels to these instructions.
 #pragma once
 
-#include "types.cuh"
-
 #ifndef TPW_RESULTS_OFFSET
 #error "compile with the macros of MailboxLayout.defines()"
 #endif
 
 namespace tpw {
 
-enum class Scope { kGpu, kSys };
+using u32 = unsigned int;
+using u64 = unsigned long long;
 
-struct __align__(16) Word {
-    uint64_t key;
-    uint64_t tag;
+enum class Scope { gpu, sys };
+
+struct Word {
+    u64 key;
+    u64 tag;
 };
 
 static_assert(sizeof(Word) == TPW_WORD_BYTES, "a word is one 128-bit access");
 
 template <Scope scope>
-__device__ __forceinline__ void store_word(unsigned char* address, Word word) {
-    const uint64_t at = __cvta_generic_to_global(address);
-    if constexpr (scope == Scope::kSys) {
-        asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.sys.global.b128 [%0], w; }"
-                     ::"l"(at), "l"(word.key), "l"(word.tag) : "memory");
+__device__ __forceinline__ void store_word(char* address, u64 key, u64 tag) {
+    const u64 at = __cvta_generic_to_global(address);
+    if constexpr (scope == Scope::sys) {
+        asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.sys.global.b128 [%0], word; }"
+                     ::"l"(at), "l"(key), "l"(tag) : "memory");
     } else {
-        asm volatile("{ .reg .b128 w; mov.b128 w, {%1, %2}; st.relaxed.gpu.global.b128 [%0], w; }"
-                     ::"l"(at), "l"(word.key), "l"(word.tag) : "memory");
+        asm volatile("{ .reg .b128 word; mov.b128 word, {%1, %2}; st.relaxed.gpu.global.b128 [%0], word; }"
+                     ::"l"(at), "l"(key), "l"(tag) : "memory");
     }
 }
 
 template <Scope scope>
-__device__ __forceinline__ Word load_word(const unsigned char* address) {
-    const uint64_t at = __cvta_generic_to_global(address);
+__device__ __forceinline__ Word load_word(const char* address) {
+    const u64 at = __cvta_generic_to_global(address);
     Word word;
-    if constexpr (scope == Scope::kSys) {
-        asm volatile("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+    if constexpr (scope == Scope::sys) {
+        asm volatile("{ .reg .b128 word; ld.relaxed.sys.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
                      : "=l"(word.key), "=l"(word.tag) : "l"(at) : "memory");
     } else {
-        asm volatile("{ .reg .b128 w; ld.relaxed.gpu.global.b128 w, [%2]; mov.b128 {%0, %1}, w; }"
+        asm volatile("{ .reg .b128 word; ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word; }"
                      : "=l"(word.key), "=l"(word.tag) : "l"(at) : "memory");
     }
     return word;
@@ -77,91 +78,107 @@ __device__ __forceinline__ Word load_word(const unsigned char* address) {
 
 // ---- tags ------------------------------------------------------------------------------------------------------------
 
-__device__ constexpr uint32_t chain(uint32_t previous) {
-    return (previous * uint32_t{TPW_CHAIN_MULTIPLIER}) >> (32 - TPW_CHAIN_BITS);
+__device__ constexpr u32 chain(u32 previous) {
+    return (previous * u32(TPW_CHAIN_MULTIPLIER)) >> (32 - TPW_CHAIN_BITS);
 }
 
 // Of a row's words at `step`, reached through token `previous` (the anchor at step 0). Tags are compared for equality
 // alone, so that wrap-around of the block number is harmless.
-__device__ constexpr uint64_t step_tag(uint64_t block, int step, uint32_t previous) {
-    return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | uint64_t{chain(previous)} << TPW_PHASE_BITS | uint32_t(step + 1);
+__device__ constexpr u64 step_tag(u64 block, u32 step, u32 previous) {
+    return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | u64(chain(previous)) << TPW_PHASE_BITS | (step + 1);
 }
 
-__device__ constexpr uint64_t header_tag(uint64_t block) {
+__device__ constexpr u64 header_tag(u64 block) {
     return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | TPW_HEADER_PHASE;
 }
 
-__device__ constexpr uint64_t tag_block(uint64_t tag) { return tag >> (TPW_PHASE_BITS + TPW_CHAIN_BITS); }
+__device__ constexpr u64 tag_block(u64 tag) { return tag >> (TPW_PHASE_BITS + TPW_CHAIN_BITS); }
 
-// Same block and phase, reached through another token: the writer and the reader disagree about an earlier step. The
+// Same block and phase, reached through another token: the writer and the reader disagree about an earlier step, and the
 // word that is waited for will never come.
-__device__ constexpr bool diverged(uint64_t expected, uint64_t seen) {
-    constexpr uint64_t kChainMask = ((1ull << TPW_CHAIN_BITS) - 1) << TPW_PHASE_BITS;
-    return expected != seen && ((expected ^ seen) & ~kChainMask) == 0;
+__device__ constexpr bool diverged(u64 expected, u64 seen) {
+    constexpr u64 chain_mask = ((1ull << TPW_CHAIN_BITS) - 1) << TPW_PHASE_BITS;
+    return expected != seen && ((expected ^ seen) & ~chain_mask) == 0;
 }
+
+// ---- keys ------------------------------------------------------------------------------------------------------------
+
+// score_bits: of an fp32. NaN of either sign becomes the largest, -0 becomes +0, the rest keep their order.
+__device__ constexpr u32 ordered_bits(u32 score_bits) {
+    if ((score_bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
+    if (score_bits == 0x80000000u) score_bits = 0;
+    return score_bits & 0x80000000u ? ~score_bits : score_bits | 0x80000000u;
+}
+
+// Larger is better and the smaller id wins a tie. 0 is no candidate's key: it stands for an empty contribution.
+__device__ constexpr u64 make_key(u32 score_bits, u32 token) {
+    return u64(ordered_bits(score_bits)) << 32 | (0xffffffffu - token);
+}
+
+__device__ constexpr u32 key_token(u64 key) { return 0xffffffffu - u32(key); }
 
 // ---- addresses -------------------------------------------------------------------------------------------------------
 // The offsets are constexpr so that a test can compare them with MailboxLayout's where there is no GPU.
 
-__device__ constexpr uint32_t poison_offset(int source) { return TPW_POISON_OFFSET + source * TPW_WORD_BYTES; }
+__device__ constexpr u32 poison_offset(u32 source) { return TPW_POISON_OFFSET + source * TPW_WORD_BYTES; }
 
-__device__ constexpr uint32_t header_offset(uint64_t block, int source, int word) {
-    return TPW_HEADERS_OFFSET + uint32_t(block & 1) * TPW_HEADERS_BLOCK_STRIDE + source * TPW_HEADERS_SOURCE_STRIDE +
+__device__ constexpr u32 header_offset(u64 block, u32 source, u32 word) {
+    return TPW_HEADERS_OFFSET + u32(block & 1) * TPW_HEADERS_BLOCK_STRIDE + source * TPW_HEADERS_SOURCE_STRIDE +
            word * TPW_WORD_BYTES;
 }
 
-__device__ constexpr uint32_t result_offset(uint64_t block, int step, int row, int source) {
-    return TPW_RESULTS_OFFSET + uint32_t(block & 1) * TPW_RESULTS_BLOCK_STRIDE + (step & 1) * TPW_RESULTS_STEP_STRIDE +
+__device__ constexpr u32 result_offset(u64 block, u32 step, u32 row, u32 source) {
+    return TPW_RESULTS_OFFSET + u32(block & 1) * TPW_RESULTS_BLOCK_STRIDE + (step & 1) * TPW_RESULTS_STEP_STRIDE +
            row * TPW_RESULTS_ROW_STRIDE + source * TPW_WORD_BYTES;
 }
 
-__device__ constexpr uint32_t slot_offset(int row, int cta) {
+__device__ constexpr u32 slot_offset(u32 row, u32 cta) {
     return TPW_SLOTS_OFFSET + row * TPW_SLOTS_ROW_STRIDE + cta * TPW_WORD_BYTES;
 }
 
-__device__ __forceinline__ unsigned char* poison_word(unsigned char* mailbox, int source) {
-    return mailbox + poison_offset(source);
-}
+__device__ __forceinline__ char* poison_word(char* mailbox, u32 source) { return mailbox + poison_offset(source); }
 
-__device__ __forceinline__ unsigned char* header_word(unsigned char* mailbox, uint64_t block, int source, int word) {
+__device__ __forceinline__ char* header_word(char* mailbox, u64 block, u32 source, u32 word) {
     return mailbox + header_offset(block, source, word);
 }
 
-__device__ __forceinline__ unsigned char* result_word(unsigned char* mailbox, uint64_t block, int step, int row, int source) {
+__device__ __forceinline__ char* result_word(char* mailbox, u64 block, u32 step, u32 row, u32 source) {
     return mailbox + result_offset(block, step, row, source);
 }
 
-__device__ __forceinline__ unsigned char* slot_word(unsigned char* mailbox, int row, int cta) {
-    return mailbox + slot_offset(row, cta);
-}
+__device__ __forceinline__ char* slot_word(char* mailbox, u32 row, u32 cta) { return mailbox + slot_offset(row, cta); }
 
 // ---- header fields ---------------------------------------------------------------------------------------------------
 
-// A header key's share of one field: header_field(v, TPW_HEADER_<NAME>_SHIFT, TPW_HEADER_<NAME>_BITS). Hashes are cut.
-__device__ constexpr uint64_t header_field(uint64_t value, int shift, int bits) {
-    return (value & ((1ull << bits) - 1)) << shift;
+// A 64-bit finaliser (Stafford's mix 13, as in splitmix64).
+__device__ constexpr u64 mix64(u64 value) {
+    value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+    return value ^ (value >> 31);
+}
+
+// A tensor's hash is the wrapping sum of its elements' row_hash, in any order; a header field takes its upper bits.
+__device__ constexpr u64 row_hash(u32 row, u64 value) { return mix64(value + mix64(row + 1)); }
+
+template <u32 bits>
+__device__ constexpr u64 hash_field(u64 sum) {
+    return sum >> (64 - bits);
 }
 
 // ---- this rank's own line --------------------------------------------------------------------------------------------
 // Written by the launch before, or by the host while nothing runs: complete before this launch starts. Relaxed, because
 // a CTA with nothing to do may look while CTA 0 is already done; such a CTA uses no word of the block.
 
-__device__ __forceinline__ uint64_t load_own(const unsigned char* mailbox, int offset) {
-    uint64_t value;
+__device__ __forceinline__ u64 load_control(const char* mailbox, u32 offset) {
+    u64 value;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
                  : "=l"(value) : "l"(__cvta_generic_to_global(mailbox + offset)) : "memory");
     return value;
 }
 
-__device__ __forceinline__ void store_own(unsigned char* mailbox, int offset, uint64_t value) {
+__device__ __forceinline__ void store_control(char* mailbox, u32 offset, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;"
                  ::"l"(__cvta_generic_to_global(mailbox + offset)), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ uint64_t load_block(const unsigned char* mailbox) { return load_own(mailbox, TPW_BLOCK_OFFSET); }
-
-__device__ __forceinline__ void store_block(unsigned char* mailbox, uint64_t block) {
-    store_own(mailbox, TPW_BLOCK_OFFSET, block);
 }
 
 }  // namespace tpw

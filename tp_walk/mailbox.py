@@ -136,9 +136,10 @@ def _lines(num_bytes: int) -> int:
 class MailboxLayout:
     """Where everything lies in one rank's mailbox memory. Offsets and strides are in bytes.
 
-        block        u64  the number of the block to come           | this rank alone
-        last_tokens  u64  hash of the last tokens of the last block | touches these
-        claim        u32  nonzero once a thread owns the status     |
+        block        u64  the number of the block to come             | this rank
+        first_block  u64  that of the first block since set-up, reset | alone
+        last_tokens  u64  hash of the last tokens of the last block   | touches
+        claim        u32  nonzero once a thread owns the status block | these
         poison       [source rank]                              words written by peers, sticky until reset
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
@@ -155,8 +156,9 @@ class MailboxLayout:
 
     row_capacity: int = field(init=False)
     block_offset: int = field(init=False, default=0)
-    last_tokens_offset: int = field(init=False, default=8)
-    claim_offset: int = field(init=False, default=16)
+    first_block_offset: int = field(init=False, default=8)
+    last_tokens_offset: int = field(init=False, default=16)
+    claim_offset: int = field(init=False, default=24)
     poison_offset: int = field(init=False, default=LINE_BYTES)
     headers_offset: int = field(init=False)
     headers_block_stride: int = field(init=False)

@@ -24,19 +24,19 @@ class WalkCode(IntEnum):
     MISMATCH = 2
 
 
-class WaitingFor(IntEnum):
+class Wait(IntEnum):
     """The word that was waited for, or found to disagree: a rank's header, a CTA's slot, a rank's result."""
 
     HEADER = 1
-    CTA = 2
-    RANK = 3
+    SLOT = 2
+    RESULT = 3
 
 
 # name -> (byte offset, struct format), little endian.
 STATUS_FIELDS: dict[str, tuple[int, str]] = {
     "code": (0, "I"),
     "origin": (4, "I"),
-    "waiting_for": (8, "I"),
+    "wait": (8, "I"),
     "source": (12, "I"),
     "step": (16, "I"),
     "row": (20, "I"),
@@ -51,7 +51,7 @@ STATUS_FIELDS: dict[str, tuple[int, str]] = {
 # The key of a poison word; its tag is the failed block's, so it is never 0.
 POISON_FIELDS: dict[str, BitField] = {
     "code": BitField(0, 0, 8),
-    "waiting_for": BitField(0, 8, 8),
+    "wait": BitField(0, 8, 8),
     "source": BitField(0, 16, 8),
     "step": BitField(0, 24, 8),
     "row": BitField(0, 32, 16),
@@ -65,7 +65,7 @@ def status_defines() -> dict[str, int]:
     macros |= {f"POISON_{name.upper()}_SHIFT": place.shift for name, place in POISON_FIELDS.items()}
     macros |= {f"POISON_{name.upper()}_BITS": place.bits for name, place in POISON_FIELDS.items()}
     macros |= {f"CODE_{code.name}": code.value for code in WalkCode}
-    macros |= {f"WAITING_FOR_{wait.name}": wait.value for wait in WaitingFor}
+    macros |= {f"WAIT_{wait.name}": wait.value for wait in Wait}
     return {f"TPW_{name}": value for name, value in macros.items()}
 
 
@@ -73,7 +73,7 @@ def status_defines() -> dict[str, int]:
 class WalkStatus:
     """A rank's status block, decoded.
 
-    code: WalkCode. origin: the rank that failed first, as far as this one knows. waiting_for: WaitingFor. source: the
+    code: WalkCode. origin: the rank that failed first, as far as this one knows. wait: Wait. source: the
     rank waited for, or the CTA. step, row: where. field: bit position of a header mismatch. expected, seen: the two
     tags, or in a header mismatch the two keys; known on the origin alone. block: its number. clamped_block,
     clamped_row: the last block with an anchor out of range, which was clamped; 0 when there was none.
@@ -81,7 +81,7 @@ class WalkStatus:
 
     code: int = 0
     origin: int = 0
-    waiting_for: int = 0
+    wait: int = 0
     source: int = 0
     step: int = 0
     row: int = 0
@@ -116,15 +116,15 @@ class WalkStatus:
     def message(self, rank: int) -> str:
         """The failure in words, as told by `rank`, whose status block this is."""
         what = {
-            WaitingFor.HEADER: f"the header of rank {self.source}",
-            WaitingFor.CTA: f"CTA {self.source} of the same GPU at step {self.step}, row {self.row}",
-            WaitingFor.RANK: f"the result of rank {self.source} at step {self.step}, row {self.row}",
-        }[WaitingFor(self.waiting_for)]
+            Wait.HEADER: f"the header of rank {self.source}",
+            Wait.SLOT: f"CTA {self.source} of the same GPU at step {self.step}, row {self.row}",
+            Wait.RESULT: f"the result of rank {self.source} at step {self.step}, row {self.row}",
+        }[Wait(self.wait)]
         told = "" if self.origin == rank else f"rank {rank} was told by a peer: "
         if self.code == WalkCode.TIMEOUT:
             text = f"rank {self.origin} waited past its deadline for {what}"
             tags = f": expected tag {describe_tag(self.expected)}, last saw {describe_tag(self.seen)}"
-        elif self.waiting_for == WaitingFor.HEADER:
+        elif self.wait == Wait.HEADER:
             name = header_field(self.field)
             place = HEADER_FIELDS[name]
             values = place.unpack(self.expected), place.unpack(self.seen)

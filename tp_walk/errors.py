@@ -19,11 +19,11 @@ class CheckpointError(WalkError, ValueError):
     """A checkpoint that can't be used: names the file, the tensor, what was found and what was expected."""
 
 
-class WalkTimeout(WalkError):
+class WalkTimeout(WalkError):  # noqa: N818 - a public name of the design
     """A wait for another rank ran past its deadline. The tokens of that block are the anchors."""
 
 
-class WalkMismatch(WalkError):
+class WalkMismatch(WalkError):  # noqa: N818 - a public name of the design
     """Ranks were given different configurations or launches; the message names the field and both values."""
 
 

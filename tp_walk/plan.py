@@ -63,12 +63,30 @@ class WalkInputs(NamedTuple):
     lse_out: torch.Tensor | None
 
 
+class WalkOutput(NamedTuple):
+    """A walk's results; given as `walk(out=…)`, the buffers that it writes into, of just these shapes and contiguous.
+
+    tokens: `[batch, gamma]` int64, target ids.
+    logits: `[batch, gamma, shard width]` ("local") or `[batch, gamma, V]` ("full"), bf16; float32 with rounding "none".
+    lse: `[batch, gamma]` float32, log-sum-exp of logit / T over the whole vocabulary (T = 1 for greedy rows).
+    plan: the plan that ran.
+
+    What wasn't asked for is None. Rows from num_valid on aren't written, nor are the logits of greedy rows with
+    logits_rows "sampled".
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    plan: Plan | None = None
+
+
 @dataclass(frozen=True)
 class ExecutorContext:
     """What an executor is built from.
 
     head: the weights; rows of W2 only through `head.w2_rows`. w1 `[V_target(+), r]` bf16 and d2t `[V]` int64 or None
-    are on `device` already, shared by all executors of the runtime and refreshed in place by `WalkRuntime.reload`.
+    are on `device` already, shared by all executors of the runtime.
     shards: every rank's, in rank order; shard: this rank's. on_poison: called from a host thread, with the error, once
     a failure is seen that no Python call is there to report.
     """
@@ -109,8 +127,9 @@ class PlanExecutor(Protocol):
         """Brings a failed executor back, once all ranks are alive."""
         ...
 
-    def reload(self, head: MarkovHead) -> None:
-        """Takes new weights of the same shapes into the same device memory, so that captured graphs stay valid."""
+    def reload(self, context: ExecutorContext) -> None:
+        """Takes the context's new weights, of the same shapes. On CUDA into the same memory, so that captured graphs
+        stay valid; the context's w1 and d2t are refilled in place there, too."""
         ...
 
     def close(self) -> None:
@@ -134,11 +153,12 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
     return build
 
 
-# A factory raises PlanUnavailableError where its plan can't run. Building is collective: a factory that talks to other
-# ranks first votes (WalkGroup.vote) on whatever could fail on this rank alone; one that doesn't may simply raise, since
-# WalkRuntime votes on the outcome of every factory.
+# A factory raises PlanUnavailableError where its plan can't run. All ranks build together, and WalkRuntime votes on the
+# outcome, so a factory that works alone may simply raise. One that talks to other ranks ends each of its stages with
+# WalkGroup.stage or .vote, frees what it took before it raises, and so returns on all ranks or on none: only then may
+# its executor's close() talk to them.
 EXECUTORS: dict[str, ExecutorFactory] = {
     "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
-    "reference": _lazy("tp_walk.reference", "ReferenceExecutor"),
-    "reference_int8": _lazy("tp_walk.reference", "ReferenceInt8Executor"),
+    "reference": _lazy("tp_walk.reference", "reference"),
+    "reference_int8": _lazy("tp_walk.reference", "reference_int8"),
 }

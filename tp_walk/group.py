@@ -1,0 +1,150 @@
+"""Ranks that vote: all go on, or all raise the same error. Every wait for another rank has a deadline."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tp_walk.errors import SetupError, WalkError, WalkInputError, WalkTimeout
+
+T = TypeVar("T")
+
+
+class WalkGroup:
+    """The ranks of a torch.distributed group, as tp_walk uses them; world 1 without one.
+
+    Tensors travel on the device that the group's backend serves: NCCL takes them where they are, gloo takes copies on
+    the CPU. Methods are collectives: every rank calls them, in the same order.
+
+    Args:
+        group: a torch.distributed process group, or None for a world of one.
+        device: the runtime's device.
+        timeout_s: how long the set-up calls (`all_gather_object`, `barrier`, `vote`) wait for the other ranks.
+
+    Raises:
+        WalkInputError: this process isn't in the group, or the group's backend can't serve the device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 300.0) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self.device = device
+        self.rank, self.world_size = 0, 1
+        self._wire = torch.device("cpu")
+        if group is None:
+            return
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise WalkInputError("this process is not a member of the group given; make the runtime on its ranks only")
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+        if backends.get(device.type) == "nccl":
+            self._wire = device
+        elif "cpu" not in backends:
+            raise WalkInputError(
+                f"the group's backends {backends} can't serve {device}; a gloo group serves any device"
+            )
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value (anything that pickles), in rank order."""
+        if self.world_size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([payload.numel()]), self._timeout_s)]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        gathered = self._gather(padded, self._timeout_s)
+        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(gathered, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        self.all_gather_object(None)
+
+    def vote(self, stage: str, error: Exception | None) -> None:
+        """Ends a stage that may have failed on some rank: all ranks return, or all raise the same error.
+
+        Raises:
+            WalkError: the class is that of the failures where they share one (PlanUnavailableError, WalkInputError …),
+                else SetupError. The message names the stage, and each failed rank with its cause.
+        """
+        if self.world_size == 1 and isinstance(error, WalkError):
+            raise error
+        failures = self.all_gather_object(None if error is None else (_class_of(error), _cause_of(error)))
+        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+        if not failed:
+            return
+        classes = {kind for kind, _ in failed.values()}
+        kind = classes.pop() if len(classes) == 1 else SetupError
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, (_, cause) in failed.items())
+        raise kind(f"{stage} failed on {causes}") from error
+
+    def stage(self, name: str, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank and votes on the outcome; its result, unless a rank failed (see `vote`)."""
+        try:
+            result = action()
+        except Exception as error:
+            self.vote(name, error)
+            raise AssertionError("a vote on an error returned") from error
+        self.vote(name, None)
+        return result
+
+    def all_gather(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
+        """`[world, *shape]`: every rank's tensor (equal shapes), in rank order, on the device that it was on.
+
+        Raises WalkTimeout when a rank is lost, or doesn't answer within timeout_s.
+        """
+        return torch.stack(self._gather(tensor, timeout_s)).to(tensor.device)
+
+    def all_reduce_max(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
+        """The element-wise maximum over ranks of an integer tensor, on the device that it was on.
+
+        Raises WalkTimeout when a rank is lost, or doesn't answer within timeout_s.
+        """
+        if self.world_size == 1:
+            return tensor
+        reduced = tensor.to(self._wire, copy=True)
+        self._wait(dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group, async_op=True), timeout_s)
+        return reduced.to(tensor.device)
+
+    def all_gather_columns(self, tensor: torch.Tensor, widths: Sequence[int], timeout_s: float) -> torch.Tensor:
+        """`[..., sum(widths)]` from each rank's `[..., widths[rank]]`, side by side in rank order.
+
+        Raises WalkTimeout when a rank is lost, or doesn't answer within timeout_s.
+        """
+        if self.world_size == 1:
+            return tensor
+        padded = tensor.new_zeros(*tensor.shape[:-1], max(widths))
+        padded[..., : tensor.shape[-1]] = tensor
+        parts = self._gather(padded, timeout_s)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1).to(tensor.device)
+
+    def _gather(self, tensor: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
+        if self.world_size == 1:
+            return [tensor]
+        sent = tensor.to(self._wire).contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
+        self._wait(dist.all_gather(received, sent, group=self._group, async_op=True), timeout_s)
+        return received
+
+    def _wait(self, work: dist.Work, timeout_s: float) -> None:
+        if self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            work.wait()  # a host that blocks would break the capture; the wait becomes an edge of the graph
+            return
+        try:
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise WalkTimeout(
+                f"rank {self.rank} waited {timeout_s} s at most for the other {self.world_size - 1} ranks: {error}"
+            ) from error
+
+
+def _class_of(error: Exception) -> type[WalkError]:
+    return type(error) if isinstance(error, WalkError) else SetupError
+
+
+def _cause_of(error: Exception) -> str:
+    return str(error) if isinstance(error, WalkError) else f"{type(error).__name__}: {error}"

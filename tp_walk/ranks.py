@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tp_walk.errors import WalkError
@@ -22,7 +22,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     others are ended.
 
     Raises:
-        WalkError: a rank raised, or was killed; the message has its exception or its signal (the traceback is logged).
+        WalkError: ranks raised, or were killed; the message names each with its exception or signal (tracebacks are logged).
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -38,18 +38,23 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     try:
         results = elastic_launch(config, _rank)(function, arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        # A rank that raised leaves a mapping with its traceback beside; one that was killed leaves a sentence.
-        message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-        raise WalkError(f"rank {rank} failed: {message}") from error
+        # Failures carry whole seconds, so which was first isn't known: a rank that lost its peer may be among them.
+        failures = sorted(error.failures.items())
+        raise WalkError("; ".join(f"rank {rank} failed: {_message(failure)}" for rank, failure in failures)) from error
     return [results[rank] for rank in range(world_size)]
+
+
+def _message(failure: ProcessFailure) -> str:
+    # A rank that raised leaves a mapping with its traceback beside; one that was killed leaves a sentence.
+    message: Any = failure.message
+    return str(message["message"] if isinstance(message, dict) else message)
 
 
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     dist.init_process_group("gloo")
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-        return function(*arguments)
-    finally:
-        dist.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    result = function(*arguments)
+    # Not after a failure: peers in the middle of a collective would see it and fail before this rank's error is told.
+    dist.destroy_process_group()
+    return result

@@ -22,7 +22,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     others are ended.
 
     Raises:
-        WalkError: ranks raised, or were killed; the message names each with its exception or signal (tracebacks are logged).
+        WalkError: ranks raised, or were killed; the message names each, with its exception (tracebacks are logged) or
+            signal.
     """
     config = LaunchConfig(
         min_nodes=1,

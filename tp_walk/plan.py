@@ -159,6 +159,7 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
 # its executor's close() talk to them.
 EXECUTORS: dict[str, ExecutorFactory] = {
     "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
+    "int8": _lazy("tp_walk.kernels", "Int8Executor"),
     "reference": _lazy("tp_walk.reference", "reference"),
     "reference_int8": _lazy("tp_walk.reference", "reference_int8"),
 }

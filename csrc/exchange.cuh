@@ -1,0 +1,137 @@
+// How the CTAs of all ranks agree on a token: each stores its best key into a slot of the row's aggregator CTA, which reduces
+// the slots of its GPU and stores the result into the mailbox of every rank, where every CTA polls one word a rank.
+//
+// Two hops of tagged 128-bit words: no atomics, no fences, nothing to reset; mailbox.cuh says why that is sound. The other
+// designs that were measured, and how they compare: experiments/rendezvous.py.
+//
+// All calls are made by whole warps. Those that return bool return false when the walk has failed: drain.
+#pragma once
+
+#include "score.cuh"
+#include "types.cuh"
+#include "walk_params.cuh"
+#include "watch.cuh"
+
+namespace tpw {
+
+constexpr int kSlotsPerLane = TPW_MAX_GRID / kWarpSize;
+static_assert(TPW_MAX_GRID % kWarpSize == 0 && TPW_MAX_GRID <= TPW_MAX_CTAS, "every slot is polled by a lane");
+static_assert(TPW_WORLD_SIZE * TPW_HEADER_WORDS <= kWarpSize, "a lane a header word");
+
+// What the header hashes, in this order.
+enum class HeaderTensor : int { anchors, temperatures, key, offset, rows, count };
+
+struct WalkExchange {
+    const WalkParams& p;
+    char* mailbox;  // this rank's
+    Exchange watch;
+
+    __device__ __forceinline__ explicit WalkExchange(const WalkParams& params) : p(params), mailbox(params.mailboxes[params.rank]) {
+        watch = {params.mailboxes, params.status, static_cast<u32>(params.rank), load_control(mailbox, TPW_BLOCK_OFFSET), 0};
+        // A peer may come to its first block much later than to the others: it still compiles, loads weights, captures graphs.
+        const bool first = watch.block == load_control(mailbox, TPW_FIRST_BLOCK_OFFSET);
+        watch.expiry = now_ns() + (first ? params.startup_deadline_ns : params.steady_deadline_ns);
+    }
+
+    // At the start of a block, by one warp of each CTA. `hashed(row, tensor)`: element `row` of a HeaderTensor.
+    template <typename Hashed>
+    __device__ __forceinline__ bool open(int lane, int cta, int batch, const Hashed& hashed) const {
+        if (__any_sync(kFullWarp, lane == 0 && poisoned(watch))) return false;
+        if (TPW_WORLD_SIZE == 1) return true;
+        if (cta == 0) send_header(lane, batch, hashed);
+        // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
+        if (cta != 0 && cta >= batch) return true;
+        bool agrees = true;
+        if (lane < TPW_WORLD_SIZE * TPW_HEADER_WORDS) {
+            const u32 source = lane / TPW_HEADER_WORDS, word = lane % TPW_HEADER_WORDS;
+            const Site site{TPW_WAIT_HEADER, watch.rank, 0, 0};
+            u64 own = 0;
+            agrees = await_word<Scope::sys>(watch, header_word(mailbox, watch.block, watch.rank, word), header_tag(watch.block), site, own) &&
+                     header_agrees(watch, source, word, own);
+        }
+        return __all_sync(kFullWarp, agrees);
+    }
+
+    // This CTA's best key of a row, which came to this step through token `previous`.
+    __device__ __forceinline__ void contribute(int lane, int step, int row, u32 previous, int cta, u64 key) const {
+        if (lane == 0) store_word<Scope::gpu>(slot_word(mailbox, row, cta), key, step_tag(watch.block, step, previous));
+    }
+
+    // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks.
+    __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas) const {
+        const u64 tag = step_tag(watch.block, step, previous);
+        const char* slots = slot_word(mailbox, row, lane);
+        u64 best;
+        for (u32 polls = 1;; ++polls) {
+            best = 0;
+            int missing = -1;  // a CTA whose word isn't there yet
+            u64 seen = tag;
+#pragma unroll
+            for (int i = 0; i < kSlotsPerLane; ++i) {
+                const int cta = i * kWarpSize + lane;
+                if (cta < ctas) {
+                    const Word word = load_word<Scope::gpu>(slots + i * kWarpSize * TPW_WORD_BYTES);
+                    best = max(best, word.key);
+                    if (word.tag != tag) missing = cta, seen = word.tag;
+                }
+            }
+            if (__all_sync(kFullWarp, missing < 0)) break;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_SLOT, u32(missing), u32(step), u32(row)}, tag, seen)) return false;
+        }
+        best = warp_max_key(best);
+        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], watch.block, step, row, watch.rank), best, tag);
+        return true;
+    }
+
+    // The best key of a row over all ranks.
+    __device__ __forceinline__ bool receive(int lane, int step, int row, u32 previous, u64& key) const {
+        const u64 tag = step_tag(watch.block, step, previous);
+        const char* result = result_word(mailbox, watch.block, step, row, lane);
+        Word word{0, tag};
+        for (u32 polls = 1;; ++polls) {
+            if (lane < TPW_WORLD_SIZE) word = load_word<Scope::sys>(result);
+            if (__all_sync(kFullWarp, word.tag == tag)) break;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, u32(lane), u32(step), u32(row)}, tag, word.tag)) return false;
+        }
+        key = warp_max_key(word.key);
+        return true;
+    }
+
+    // One thread, once every CTA has read all that a block may read of the line that this changes.
+    __device__ __forceinline__ void close(u64 last_tokens) const {
+        store_control(mailbox, TPW_LAST_TOKENS_OFFSET, last_tokens);
+        store_control(mailbox, TPW_BLOCK_OFFSET, watch.block + 1);
+    }
+
+  private:
+    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
+        return __any_sync(kFullWarp, stuck && hopeless(watch, site, expected, seen));
+    }
+
+    template <typename Hashed>
+    __device__ __forceinline__ void send_header(int lane, int batch, const Hashed& hashed) const {
+        constexpr int kTensors = static_cast<int>(HeaderTensor::count);
+        u64 sums[kTensors] = {};
+        for (int row = lane; row < batch; row += kWarpSize)
+#pragma unroll
+            for (int tensor = 0; tensor < kTensors; ++tensor) sums[tensor] += row_hash(row, hashed(row, static_cast<HeaderTensor>(tensor)));
+#pragma unroll
+        for (int tensor = 0; tensor < kTensors; ++tensor)
+#pragma unroll
+            for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sums[tensor] += __shfl_xor_sync(kFullWarp, sums[tensor], distance);
+        const u64 last_tokens = load_control(mailbox, TPW_LAST_TOKENS_OFFSET);
+        const u64 words[TPW_HEADER_WORDS] = {
+            p.launch_fields | u64(batch) << TPW_HEADER_NUM_VALID_SHIFT,
+            hash_field<TPW_HEADER_ANCHORS_BITS>(sums[0]) << TPW_HEADER_ANCHORS_SHIFT |
+                hash_field<TPW_HEADER_TEMPERATURES_BITS>(sums[1]) << TPW_HEADER_TEMPERATURES_SHIFT,
+            hash_field<TPW_HEADER_KEY_BITS>(sums[2]) << TPW_HEADER_KEY_SHIFT | hash_field<TPW_HEADER_OFFSET_BITS>(sums[3]) << TPW_HEADER_OFFSET_SHIFT |
+                hash_field<TPW_HEADER_ROWS_BITS>(sums[4]) << TPW_HEADER_ROWS_SHIFT |
+                hash_field<TPW_HEADER_LAST_TOKENS_BITS>(last_tokens) << TPW_HEADER_LAST_TOKENS_SHIFT};
+        if (lane < TPW_WORLD_SIZE)
+#pragma unroll
+            for (int word = 0; word < TPW_HEADER_WORDS; ++word)
+                store_word<Scope::sys>(header_word(p.mailboxes[lane], watch.block, watch.rank, word), words[word], header_tag(watch.block));
+    }
+};
+
+}  // namespace tpw

@@ -1,0 +1,60 @@
+// What one launch of the walk is given. `kernels.WalkParams` is the host half: same fields, same order; a test compares
+// every offset with the ones passed as TPW_OFFSET_* macros, and the static_asserts below refuse a mismatch at compile time.
+#pragma once
+
+#include "types.cuh"
+
+namespace tpw {
+
+constexpr int kMaxWorld = 8;
+
+struct WalkParams {
+    // weights, fixed for the life of a runtime
+    const uint4* w2_fragments;   // this rank's rows of W2 in MMA fragment order: [tile][k step][lane] of 16 bytes
+    const float* row_scales;     // int8 only: [shard width] fp32, one a row of W2
+    const bf16* w1;              // [target vocabulary, r]
+    const int64_t* d2t;          // [vocabulary] or null: drafted id -> target id
+    char* mailboxes[kMaxWorld];  // every rank's mailbox as this rank sees it
+    char* status;                // host-mapped
+    uint64_t startup_deadline_ns;
+    uint64_t steady_deadline_ns;
+    int64_t vocab_size;          // of W2, the base logits and the noise
+    int64_t target_vocab_size;   // rows of W1
+    int32_t shard_start;
+    int32_t shard_width;
+    int32_t rank;
+    int32_t tiles_per_cta;       // 16-row tiles of W2; CTA c owns [c * tiles_per_cta, (c + 1) * tiles_per_cta)
+    int32_t smem_tiles;          // of those that follow the register tiles, how many stay in shared memory
+    int32_t base_stage_words;    // 32-bit words of one request's staged base logits in shared memory
+
+    // this launch
+    const void* base_logits;     // column 0 is this shard's first id
+    int64_t base_stride_row;     // in elements
+    int64_t base_stride_step;
+    const void* anchors;
+    int64_t anchors_stride;
+    const float* temperatures;   // [batch] or null: all greedy
+    int64_t temperatures_stride;
+    const int64_t* key_pointer;  // null: `key` is literal
+    const int64_t* rows;         // null: the batch slot
+    int64_t* offset_pointer;     // null: `offset` is literal; else read, and advanced by one at the end
+    uint64_t key;
+    uint64_t offset;
+    int64_t key_stride;          // 0: one key for the batch
+    int64_t rows_stride;
+    int64_t offset_stride;
+    int64_t* tokens;
+    int64_t tokens_stride_row;
+    int64_t tokens_stride_step;
+    void* logits[kMaxWorld];     // where this rank's columns go: entry 0 alone for local logits, every rank's for full
+    int64_t logits_stride_row;
+    int64_t logits_stride_step;
+    const int32_t* num_valid;    // null: all rows
+    uint64_t launch_fields;      // what all ranks must agree on, packed by kernels.pack_launch_fields
+    int32_t batch;
+    int32_t gamma;
+    int32_t anchors_are_int32;
+    int32_t logits_sampled_rows_only;
+};
+
+}  // namespace tpw

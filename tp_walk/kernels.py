@@ -1,0 +1,357 @@
+"""The host half of csrc/walk.cu: what a launch is given, the specialisations, and the plans that run them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tp_walk import jit
+from tp_walk.config import Rounding
+from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
+from tp_walk.peers import PeerMailboxes
+from tp_walk.placement import CONTROL_BYTES, MAX_CTAS, TILE_ROWS, Placement, place
+from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
+from tp_walk.quantize import quantize_rows
+from tp_walk.status import status_defines
+
+ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
+LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
+THREADS = 384
+
+_P, _I64, _U64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
+
+
+class WalkParams(ctypes.Structure):
+    """Field for field `tpw::WalkParams` of csrc/walk_params.cuh, which says what each one means."""
+
+    _fields_ = [
+        ("w2_fragments", _P),
+        ("row_scales", _P),
+        ("w1", _P),
+        ("d2t", _P),
+        ("mailboxes", _P * MAX_WORLD_SIZE),
+        ("status", _P),
+        ("startup_deadline_ns", _U64),
+        ("steady_deadline_ns", _U64),
+        ("vocab_size", _I64),
+        ("target_vocab_size", _I64),
+        ("shard_start", _I32),
+        ("shard_width", _I32),
+        ("rank", _I32),
+        ("tiles_per_cta", _I32),
+        ("smem_tiles", _I32),
+        ("base_stage_words", _I32),
+        ("base_logits", _P),
+        ("base_stride_row", _I64),
+        ("base_stride_step", _I64),
+        ("anchors", _P),
+        ("anchors_stride", _I64),
+        ("temperatures", _P),
+        ("temperatures_stride", _I64),
+        ("key_pointer", _P),
+        ("rows", _P),
+        ("offset_pointer", _P),
+        ("key", _U64),
+        ("offset", _U64),
+        ("key_stride", _I64),
+        ("rows_stride", _I64),
+        ("offset_stride", _I64),
+        ("tokens", _P),
+        ("tokens_stride_row", _I64),
+        ("tokens_stride_step", _I64),
+        ("logits", _P * MAX_WORLD_SIZE),
+        ("logits_stride_row", _I64),
+        ("logits_stride_step", _I64),
+        ("num_valid", _P),
+        ("launch_fields", _U64),
+        ("batch", _I32),
+        ("gamma", _I32),
+        ("anchors_are_int32", _I32),
+        ("logits_sampled_rows_only", _I32),
+    ]
+
+
+def walk_macros(
+    placement: Placement, layout: MailboxLayout, rounding: Rounding, *, base_fp32: bool, sampled: bool, logits: str
+) -> dict[str, int]:
+    """What one specialisation of csrc/walk.cu is compiled with."""
+    macros = layout.defines() | status_defines()
+    macros |= {
+        "TPW_INT8": int(placement.int8),
+        "TPW_RANK": placement.markov_rank,
+        "TPW_REG_TILES": placement.reg_tiles,
+        "TPW_FUSED_TILES": placement.fused_tiles,
+        "TPW_ROUNDING": ROUNDING_CODES[rounding],
+        "TPW_BASE_FP32": int(base_fp32),
+        "TPW_SAMPLED": int(sampled),
+        "TPW_LOGITS": LOGITS_CODES[logits],
+        "TPW_CONTROL_BYTES": CONTROL_BYTES,
+        "TPW_MAX_GRID": MAX_CTAS,
+    }
+    macros |= {f"TPW_OFFSET_{name.upper()}": getattr(WalkParams, name).offset for name, *_ in WalkParams._fields_}
+    return macros
+
+
+def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """W2's rows in the order in which MMA lanes hold them.
+
+    rows: `[n, r]` bf16 or int8, contiguous. Returns int32 `[grid * tiles_per_cta, k steps, 32, 4]`, zero where there is no
+    row. Lane 4g + j of a tile's k step holds, of rows g and g + 8, the j-th 4 bytes of both halves of the step's k range
+    (PTX ISA, matrix fragments of mma.m16n8k16 and mma.m16n8k32).
+    """
+    tiles = placement.grid * placement.tiles_per_cta
+    padded = torch.zeros(tiles * TILE_ROWS, placement.markov_rank, dtype=rows.dtype, device=rows.device)
+    padded[: rows.shape[0]] = rows
+    words = padded.view(torch.int32).view(
+        tiles, 2, 8, placement.k_steps, 2, 4
+    )  # tile, half of rows, g, step, half of k, j
+    return words.permute(0, 3, 2, 5, 4, 1).reshape(tiles, placement.k_steps, 32, 4).contiguous()
+
+
+class _Launch:
+    """One specialisation, loaded, with its launch configuration filled in once."""
+
+    def __init__(self, kernel: jit.CompiledKernel, placement: Placement) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._function = kernel.load(placement.shared_bytes)
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = placement.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+        config.sharedMemBytes = placement.shared_bytes
+        # Cooperative: a grid that can't be co-resident is refused instead of waiting for CTAs that never start.
+        config.attrs = [cooperative]
+        config.numAttrs = 1
+        self._config = config
+
+    def __call__(self, arguments: int, stream: int) -> None:
+        self._config.hStream = stream
+        (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, arguments, 0)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(
+                f"launching the walk ({self._config.gridDimX} CTAs, {self._config.sharedMemBytes} bytes of shared memory each) failed: {status.name}"
+            )
+
+
+def _strided(tensor: torch.Tensor | None) -> tuple[int | None, int]:
+    """Address, and element stride of a `[batch]` tensor; 0 for one element that serves all rows."""
+    if tensor is None:
+        return None, 0
+    return tensor.data_ptr(), 0 if tensor.numel() == 1 else tensor.stride(0)
+
+
+class KernelExecutor:
+    """Runs csrc/walk.cu: the part that the plans share. A subclass says how W2 is held and over which ranks."""
+
+    name: str
+    int8: bool
+
+    def __init__(
+        self, context: ExecutorContext, *, world_size: int, rank: int, shard_start: int, shard_width: int
+    ) -> None:
+        self._context = context
+        if context.device.type != "cuda":
+            raise PlanUnavailableError(f"plan {self.name} needs a CUDA device, not {context.device}")
+        properties = torch.cuda.get_device_properties(context.device)
+        if properties.major < 9:
+            raise PlanUnavailableError(
+                f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability {properties.major}.{properties.minor}"
+            )
+        self._num_sms = properties.multi_processor_count
+        self._shared_limit = properties.shared_memory_per_block_optin
+        self._world_size = world_size
+        self._shard_width = shard_width
+        self._placements: dict[tuple[bool, int], Placement] = {}
+        self._launches: dict[tuple[bool, bool, str], _Launch] = {}
+        placement = self._placement(sampled=False, base_bytes=2)
+        self._layout = MailboxLayout(world_size, context.max_batch, placement.grid)
+        self._mailboxes = (
+            PeerMailboxes(context.group, self._layout, context.device)
+            if world_size > 1
+            else PeerMailboxes(None, self._layout, context.device)
+        )
+        self._load(context)
+        params = WalkParams()
+        params.w2_fragments = self._fragments.data_ptr()
+        params.row_scales = None if self._row_scales is None else self._row_scales.data_ptr()
+        params.w1 = context.w1.data_ptr()
+        params.d2t = None if context.d2t is None else context.d2t.data_ptr()
+        for source, address in enumerate(self._mailboxes.addresses):
+            params.mailboxes[source] = address
+        params.status = self._mailboxes.status_address
+        params.startup_deadline_ns = int(context.deadline.startup_s * 1e9)
+        params.steady_deadline_ns = int(context.deadline.steady_s * 1e9)
+        params.vocab_size = context.shape.vocab_size
+        params.target_vocab_size = context.w1.shape[0]
+        params.shard_start = shard_start
+        params.shard_width = shard_width
+        params.rank = rank
+        self._params = params
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._plan_code = PLAN_NAMES.index(self.name)
+        self._preload()
+
+    def _placement(self, *, sampled: bool, base_bytes: int) -> Placement:
+        key = (sampled, base_bytes)
+        if key not in self._placements:
+            self._placements[key] = place(
+                int8=self.int8,
+                markov_rank=self._context.shape.markov_rank,
+                rows=self._shard_width,
+                max_batch=self._context.max_batch,
+                num_sms=self._num_sms,
+                shared_limit=self._shared_limit,
+                sampled=sampled,
+                base_bytes=base_bytes,
+            )
+        return self._placements[key]
+
+    def _preload(self) -> None:
+        """Every specialisation that a walk of this runtime may want: a first launch inside a capture, or beside a spinning
+        kernel, must not have to load code."""
+        base_dtypes = (torch.bfloat16, torch.float32) if self._context.rounding == "none" else (torch.bfloat16,)
+        for base_dtype in base_dtypes:
+            for sampled in (False, True):
+                for logits in ("none", "local"):
+                    if logits != "none" and self._context.rounding == "none" and base_dtype == torch.bfloat16:
+                        continue
+                    self._launch_of(base_dtype, sampled, logits)
+
+    def _launch_of(self, base_dtype: torch.dtype, sampled: bool, logits: str) -> _Launch:
+        key = (base_dtype == torch.float32, sampled, logits)
+        if key not in self._launches:
+            # Logits take the place of the base logits that they were made from, so fp32 logits want fp32 staging.
+            base_bytes = 4 if base_dtype == torch.float32 else 2
+            placement = self._placement(sampled=sampled, base_bytes=base_bytes)
+            macros = walk_macros(
+                placement,
+                self._layout,
+                self._context.rounding,
+                base_fp32=base_bytes == 4,
+                sampled=sampled,
+                logits=logits,
+            )
+            self._launches[key] = _Launch(jit.compile_kernel("walk.cu", "walk", macros), placement)
+        return self._launches[key]
+
+    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's rows of W2 on the device, as the plan holds them, and their scales."""
+        raise NotImplementedError
+
+    def _load(self, context: ExecutorContext) -> None:
+        rows, self._row_scales = self._rows(context)
+        self._fragments = to_fragments(rows, self._placement(sampled=False, base_bytes=2))
+
+    def memory_bytes(self) -> int:
+        scales = 0 if self._row_scales is None else self._row_scales.nbytes
+        return self._fragments.nbytes + scales + self._layout.num_bytes
+
+    def walk(self, inputs: WalkInputs) -> None:
+        base = inputs.base_logits
+        if inputs.logits == "full" and self._world_size > 1:
+            raise PlanUnavailableError("full logits")
+        sampled = inputs.temperatures is not None
+        if self._context.rounding == "none" and inputs.logits != "none":
+            base = base.float()  # a logit is staged in the place of its base logit; here it is the wider of the two
+        launch = self._launch_of(base.dtype, sampled, "none" if inputs.logits == "none" else "local")
+        placement = self._placement(sampled=sampled, base_bytes=base.element_size())
+        p = self._params
+        p.tiles_per_cta = placement.tiles_per_cta
+        p.smem_tiles = placement.smem_tiles
+        p.base_stage_words = placement.base_stage_words
+        p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
+        p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
+        p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
+        p.anchors_are_int32 = inputs.anchors.dtype == torch.int32
+        p.temperatures = None
+        if inputs.temperatures is not None and inputs.noise is not None:
+            noise = inputs.noise
+            p.temperatures, p.temperatures_stride = inputs.temperatures.data_ptr(), inputs.temperatures.stride(0)
+            p.key_pointer, p.key_stride = _strided(noise.key) if isinstance(noise.key, torch.Tensor) else (None, 0)
+            p.key = 0 if isinstance(noise.key, torch.Tensor) else noise.key & (1 << 64) - 1
+            p.offset_pointer, p.offset_stride = (
+                _strided(noise.offset) if isinstance(noise.offset, torch.Tensor) else (None, 0)
+            )
+            p.offset = 0 if isinstance(noise.offset, torch.Tensor) else noise.offset & (1 << 64) - 1
+            p.rows, p.rows_stride = _strided(noise.rows)
+        else:
+            p.key_pointer = p.offset_pointer = p.rows = None
+            p.key = p.offset = 0
+        p.tokens = inputs.tokens.data_ptr()
+        p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
+        if inputs.logits_out is not None:
+            p.logits[0] = inputs.logits_out.data_ptr()
+            p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
+        p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
+        p.batch, p.gamma = base.shape[0], base.shape[1]
+        p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
+        (p.launch_fields, *_) = pack_header(
+            {
+                "batch": p.batch,
+                "gamma": p.gamma,
+                "plan": self._plan_code,
+                "rounding": ROUNDING_CODES[self._context.rounding],
+                "logits": LOGITS_CODES[inputs.logits],
+                "logits_rows": p.logits_sampled_rows_only,
+                "sampled": int(sampled),
+            }
+        )
+        launch(self._arguments_address, torch.cuda.current_stream(self._context.device).cuda_stream)
+
+    def check(self) -> None:
+        self._mailboxes.check()
+
+    def reset(self) -> None:
+        self._mailboxes.reset()
+
+    def reload(self, context: ExecutorContext) -> None:
+        rows, scales = self._rows(context)
+        self._fragments.copy_(to_fragments(rows, self._placement(sampled=False, base_bytes=2)))
+        if self._row_scales is not None and scales is not None:
+            self._row_scales.copy_(scales)
+
+    def close(self) -> None:
+        self._mailboxes.close()
+
+
+class TpBf16Executor(KernelExecutor):
+    """Plan `tp_bf16`: each rank holds its own rows of W2."""
+
+    name = "tp_bf16"
+    int8 = False
+
+    def __init__(self, context: ExecutorContext) -> None:
+        if context.shape.world_size not in (1, 2, 4, 8):
+            raise PlanUnavailableError(f"plan tp_bf16 runs at world size 1, 2, 4 and 8, not {context.shape.world_size}")
+        super().__init__(
+            context,
+            world_size=context.shape.world_size,
+            rank=context.group.rank,
+            shard_start=context.shard.start,
+            shard_width=context.shard.stop - context.shard.start,
+        )
+
+    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return context.head.w2_rows(context.shard.start, context.shard.stop).to(context.device).contiguous(), None
+
+
+class Int8Executor(KernelExecutor):
+    """Plan `int8`: every rank holds all of W2 as int8 and walks the whole batch."""
+
+    name = "int8"
+    int8 = True
+
+    def __init__(self, context: ExecutorContext) -> None:
+        super().__init__(context, world_size=1, rank=0, shard_start=0, shard_width=context.shape.vocab_size)
+
+    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return quantize_rows(context.head.w2_rows(0, context.shape.vocab_size).to(context.device))

@@ -62,11 +62,13 @@ class Settings:
 
     plan: TP_WALK_PLAN, the plan forced on every walk (`reference` is the kill switch), or None.
     cache_dir: TP_WALK_CACHE_DIR, compiled kernels. data_dir: TP_WALK_DATA_DIR, fitted heads and measured tables.
+    test_shared_gpu: TP_WALK_TEST_SHARED_GPU=1, ranks may share a GPU; for tests alone.
     """
 
     plan: str | None
     cache_dir: Path
     data_dir: Path
+    test_shared_gpu: bool
 
 
 def settings() -> Settings:
@@ -77,4 +79,5 @@ def settings() -> Settings:
         plan=os.environ.get("TP_WALK_PLAN") or None,
         cache_dir=Path(cache_dir).expanduser(),
         data_dir=Path(data_dir).expanduser(),
+        test_shared_gpu=os.environ.get("TP_WALK_TEST_SHARED_GPU") == "1",
     )

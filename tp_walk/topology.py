@@ -20,7 +20,6 @@ from tp_walk.config import settings
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.group import WalkGroup
 
-
 # nvmlGpuP2PStatus_t, but for OK and unknown. Some of its names are spelt differently from one pynvml to the next.
 _P2P_OBSTACLES = {
     1: "the chipset doesn't support it",
@@ -33,7 +32,7 @@ _P2P_OBSTACLES = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A rank's GPU. uuid: as CUDA gives it, without prefix. host: identifies the running kernel, containers share it."""
+    """A rank's GPU. uuid: as CUDA gives it, without prefix. host: see `host_identity`. driver: its version."""
 
     uuid: str
     name: str
@@ -153,8 +152,8 @@ def _obstacle(nvml: Any, first: Any, second: Any) -> str | None:
 def refusal(gpus: Sequence[Gpu], links: dict[tuple[int, int], Link], *, shared_gpu_allowed: bool) -> str | None:
     """Why these ranks can't exchange tokens through each other's memory, or None.
 
-    gpus: each rank's, in rank order. links: those known, by pair of ranks. shared_gpu_allowed: for tests, which may have
-    one GPU only; the ranks' kernels then wait for each other on the same SMs, which only small grids survive.
+    gpus: each rank's, in rank order. links: those known, by pair of ranks. shared_gpu_allowed: for tests, which may
+    have one GPU; the ranks' kernels then wait for each other on the same SMs, which only small grids survive.
     """
     for rank, gpu in enumerate(gpus):
         if gpu.host != gpus[0].host:

@@ -9,11 +9,8 @@ memory alone.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +20,7 @@ from typing import Any
 from tp_walk.config import settings
 from tp_walk.cubin import ResourceUsage, resource_usage
 from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -222,15 +220,7 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, cubin: bytes) -> None:
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
-        os.replace(temporary, path)
+        write_whole(path, hashlib.sha256(cubin).digest() + cubin)
     except OSError as error:
         logger.info("%s can't be written (%s): the kernel is kept in memory", path, error)
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_walk.errors import PlanUnavailableError, WalkInputError
+from tp_walk.files import write_whole
 
 Cell = str | int | float | bool | None
 
@@ -54,10 +55,7 @@ class ResultTable:
 
     def write(self, path: Path) -> None:
         """Writes the JSON; a reader never sees half of it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> ResultTable:

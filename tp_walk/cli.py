@@ -1,0 +1,89 @@
+"""The command `tp-walk`: reads options, prints; what it prints is computed elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tp_walk.doctor import RankReport, Report, examine
+from tp_walk.errors import WalkError
+
+
+class _Commands(click.Group):
+    """Errors that tp_walk raises on purpose are one line and exit status 1, without a traceback."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except WalkError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """The serial Markov walk of a block drafter, as one GPU launch per block."""
+
+
+@main.command()
+@click.option("--nproc", type=click.IntRange(min=1), help="Ranks to try together.  [default: one per GPU]")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def doctor(nproc: int | None, as_json: bool) -> None:
+    """Say what is here, which plans can run, and why others can't.
+
+    Exits with 1 when something that is here doesn't work: a link, or a plan. A machine without a GPU is fine.
+    """
+    report = examine(nproc or max(1, torch.cuda.device_count()))
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(report), "is_healthy": report.is_healthy}, indent=1))
+    else:
+        _print_report(report)
+    if not report.is_healthy:
+        raise SystemExit(1)
+
+
+def _print_report(report: Report) -> None:
+    console = Console()
+    console.print(", ".join(f"{name} {value}" for name, value in report.environment.items() if value is not None))
+    for what in report.missing:
+        console.print(f"[yellow]missing:[/] {escape(what)}")
+    if any(rank.gpu is not None for rank in report.ranks):
+        console.print(_gpu_table(report.ranks))
+    for number, rank in enumerate(report.ranks):
+        if rank.obstacle is not None:
+            console.print(f"[red]rank {number}:[/] {escape(rank.obstacle)}")
+    console.print(_plan_table(report.ranks))
+    console.print("[green]all that is here works[/]" if report.is_healthy else "[red]something here doesn't work[/]")
+
+
+def _gpu_table(ranks: Sequence[RankReport]) -> Table:
+    """Each rank's GPU, and its way to the others: the link, and a hop's time, p50 / p99."""
+    table = Table("rank", "GPU", "UUID", *(f"to {peer}" for peer in range(len(ranks))))
+    for number, rank in enumerate(ranks):
+        name, uuid = (rank.gpu.name, rank.gpu.uuid) if rank.gpu else ("none", "")
+        ways = ["–" if peer == number else link for peer, link in enumerate(rank.links)]
+        for hop in rank.hops:
+            ways[hop.peer] += f"\n{hop.hop_p50_us:.2f} / {hop.hop_p99_us:.2f} µs"
+        table.add_row(str(number), name, uuid, *ways)
+    return table
+
+
+def _plan_table(ranks: Sequence[RankReport]) -> Table:
+    """One row a plan; ranks that agree share it."""
+    table = Table("plan", "state", "why")
+    for name in ranks[0].plans:
+        for report in dict.fromkeys(rank.plans[name] for rank in ranks):
+            colour = {"runs": "green", "broken": "red"}.get(report.state, "yellow")
+            table.add_row(name, f"[{colour}]{report.state}[/]", escape(report.reason or ""))
+    return table
+
+
+if __name__ == "__main__":
+    main()

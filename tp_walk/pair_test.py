@@ -12,9 +12,7 @@ import ctypes
 import functools
 import hashlib
 import json
-import os
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import torch
 from tp_walk import jit
 from tp_walk.config import settings
 from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.files import write_whole
 from tp_walk.group import WalkGroup
 from tp_walk.mailbox import WORD_BYTES, MailboxLayout
 from tp_walk.peer_memory import PeerBuffer
@@ -221,8 +220,4 @@ def _read_cached(entries: dict[int, Path]) -> list[PairResult] | None:
 def _write_cached(path: Path, result: PairResult) -> None:
     # A home that can't be written to costs a test at each start, no more.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(result), file)
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(asdict(result)).encode())

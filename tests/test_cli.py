@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from tp_walk import cli, doctor
+from tp_walk import cli, doctor, jit, precompile
 from tp_walk.doctor import PlanReport, RankReport, Report
-from tp_walk.errors import WalkTimeout
+from tp_walk.errors import PlanUnavailableError, WalkTimeout
+from tp_walk.head import MarkovHead
 from tp_walk.pair_test import PairResult
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, ExecutorContext, ExecutorFactory, WalkInputs
 from tp_walk.reference import ReferenceExecutor, reference
 from tp_walk.topology import Gpu
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+needs_nvrtc = pytest.mark.skipif(not importlib.util.find_spec("cuda"), reason="kernels are compiled on Linux only")
 
 
 def tp_walk(*arguments: str) -> Result:
@@ -154,3 +158,57 @@ def test_the_exact_problem_is_one() -> None:
     assert torch.equal(rows, rows.round())
     assert doctor.MARKOV_RANK * 127 * 127 < 1 << 24
     assert torch.equal(base_logits.double(), base_logits.double().round())
+
+
+@needs_nvrtc
+def test_compile_fills_the_cache_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_cubins", {})
+    # One kernel's worth of time: the list itself is tested below.
+    monkeypatch.setattr(cli, "jobs", lambda *shape: precompile.jobs(*shape)[-1:])
+    result = tp_walk("compile", "--vocab", "4096", "--nproc", "2")
+    assert result.exit_code == 0, result.output
+    assert "self-test of 2 ranks" in result.output
+    (cubin,) = (tmp_path / "cache").iterdir()
+    assert cubin.name.startswith("pair_test-")
+    monkeypatch.setattr(jit, "_cubins", {})
+    monkeypatch.setattr(jit, "compile_source", None)  # whoever compiles now, fails
+    assert tp_walk("compile", "--vocab", "4096", "--nproc", "2").exit_code == 0
+
+
+def test_compile_takes_the_shape_of_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(cli, "jobs", lambda *shape: asked.append(shape) or [])
+    monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "cache"))
+    MarkovHead(torch.zeros(96, 16).bfloat16(), torch.zeros(80, 16).bfloat16()).save_checkpoint(
+        tmp_path / "head.safetensors"
+    )
+    result = tp_walk("compile", "--head", str(tmp_path / "head.safetensors"), "--nproc", "4", "--rounding", "none")
+    assert result.exit_code == 0, result.output
+    assert asked == [(80, 16, (4,), 64, ("none",))]
+
+
+def test_compile_says_when_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    result = tp_walk("compile")
+    assert result.exit_code == 1
+    assert "TP_WALK_CACHE_DIR" in result.output
+
+
+def test_the_jobs_are_each_plans_specialisations_once() -> None:
+    found = precompile.jobs(151_936, 256, (1, 2), 64, ("engine",))
+    assert len({(job.source, job.macros) for job in found}) == len(found)
+    walks = [job for job in found if job.source == "walk.cu"]
+    assert len(found) == len(walks) + 1  # the self-test of two ranks
+    for plan, world_size in (("tp_bf16", 1), ("int8", 1), ("tp_bf16", 2)):
+        purposes = [job.purpose for job in walks if job.purpose.startswith(f"{plan} on {world_size}:")]
+        assert {("greedy" in purpose, "none" in purpose) for purpose in purposes} == {
+            (greedy, none) for greedy in (False, True) for none in (False, True)
+        }
+    assert any("fp32 base" in job.purpose for job in precompile.jobs(151_936, 256, (2,), 64, ("none",)))
+
+
+def test_a_shape_that_no_kernel_serves_is_refused_with_the_reason() -> None:
+    with pytest.raises(PlanUnavailableError, match=r"world size 2: tp_bf16: .*markov_rank 256 and 512, not 100"):
+        precompile.jobs(4096, 100, (2,), 64, ("engine",))

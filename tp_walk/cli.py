@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
+from tp_walk.config import ROUNDINGS, Rounding, settings
 from tp_walk.doctor import RankReport, Report, examine
 from tp_walk.errors import WalkError
+from tp_walk.head import MarkovHead
+from tp_walk.precompile import HOPPER, jobs
 
 
 class _Commands(click.Group):
@@ -47,6 +53,45 @@ def doctor(nproc: int | None, as_json: bool) -> None:
         _print_report(report)
     if not report.is_healthy:
         raise SystemExit(1)
+
+
+@main.command("compile")
+@click.option("--head", type=click.Path(exists=True, path_type=Path), help="A checkpoint, for vocabulary and rank.")
+@click.option("--vocab", "vocab_size", type=click.IntRange(min=1), default=151_936, show_default=True)
+@click.option("--rank", "markov_rank", type=click.IntRange(min=1), default=256, show_default=True, help="Of the head.")
+@click.option(
+    "--nproc", type=click.IntRange(min=1), multiple=True, default=(1, 2), show_default=True, help="Repeatable."
+)
+@click.option("--max-batch", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--rounding", type=click.Choice(ROUNDINGS), multiple=True, default=("engine",), show_default=True)
+def compile_ahead(
+    head: Path | None,
+    vocab_size: int,
+    markov_rank: int,
+    nproc: tuple[int, ...],
+    max_batch: int,
+    rounding: tuple[Rounding, ...],
+) -> None:
+    """Fill the kernel cache ahead of time. Needs no GPU; the kernels are for Hopper."""
+    if head is not None:
+        weights = MarkovHead.from_checkpoint(head)
+        vocab_size, markov_rank = weights.vocab_size, weights.markov_rank
+    cache_dir = settings().cache_dir
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache_dir).close()
+    except OSError as error:
+        raise click.ClickException(
+            f"{cache_dir} can't be written ({error}): TP_WALK_CACHE_DIR names another"
+        ) from error
+    table = Table("kernel", "registers", "spilled bytes")
+    wanted = jobs(vocab_size, markov_rank, nproc, max_batch, rounding)
+    for job in track(wanted, "compiling", console=Console(stderr=True), transient=True):
+        resources = job.compile(HOPPER.arch).resources
+        table.add_row(job.purpose, str(resources.registers), str(resources.stack_bytes))
+    console = Console()
+    console.print(table)
+    console.print(f"{len(wanted)} kernels for {HOPPER.arch} in {cache_dir}", soft_wrap=True)
 
 
 def _print_report(report: Report) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -96,6 +95,57 @@ def walk_macros(
     return macros
 
 
+@dataclass(frozen=True)
+class Specialisation:
+    """One cubin of csrc/walk.cu, and how its launches place W2.
+
+    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
+    rank's columns are written out.
+    """
+
+    base_fp32: bool
+    sampled: bool
+    logits: str
+    placement: Placement
+    macros: dict[str, int]
+
+
+def specialisations(
+    *,
+    int8: bool,
+    markov_rank: int,
+    rows: int,
+    world_size: int,
+    max_batch: int,
+    rounding: Rounding,
+    num_sms: int,
+    shared_limit: int,
+) -> list[Specialisation]:
+    """Every one that a walk of a runtime may want: the list to compile ahead of time, and to load at set-up.
+
+    rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
+    """
+    found = []
+    for base_fp32 in (False, True) if rounding == "none" else (False,):
+        for sampled in (False, True):
+            placement = place(
+                int8=int8,
+                markov_rank=markov_rank,
+                rows=rows,
+                max_batch=max_batch,
+                num_sms=num_sms,
+                shared_limit=shared_limit,
+                sampled=sampled,
+                base_bytes=4 if base_fp32 else 2,
+            )
+            layout = MailboxLayout(world_size, max_batch, placement.grid)
+            # Logits take the place of the base logits that they were made from, so fp32 logits want fp32 staging.
+            for logits in ("none", "local") if base_fp32 or rounding != "none" else ("none",):
+                macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
+                found.append(Specialisation(base_fp32, sampled, logits, placement, macros))
+    return found
+
+
 def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
     """W2's rows in the order in which MMA lanes hold them.
 
@@ -118,6 +168,7 @@ class _Launch:
     def __init__(self, kernel: jit.CompiledKernel, placement: Placement) -> None:
         from cuda.bindings import driver
 
+        self.placement = placement
         self._driver = driver
         self._function = kernel.load(placement.shared_bytes)
         cooperative = driver.CUlaunchAttribute()
@@ -165,14 +216,21 @@ class KernelExecutor:
             raise PlanUnavailableError(
                 f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability {properties.major}.{properties.minor}"
             )
-        self._num_sms = properties.multi_processor_count
-        self._shared_limit = properties.shared_memory_per_block_optin
         self._world_size = world_size
         self._shard_width = shard_width
-        self._placements: dict[tuple[bool, int], Placement] = {}
-        self._launches: dict[tuple[bool, bool, str], _Launch] = {}
-        placement = self._placement(sampled=False, base_bytes=2)
-        self._layout = MailboxLayout(world_size, context.max_batch, placement.grid)
+        self._specialisations = specialisations(
+            int8=self.int8,
+            markov_rank=context.shape.markov_rank,
+            rows=shard_width,
+            world_size=world_size,
+            max_batch=context.max_batch,
+            rounding=context.rounding,
+            num_sms=properties.multi_processor_count,
+            shared_limit=properties.shared_memory_per_block_optin,
+        )
+        # The placements differ in what they stage, not in where a row of W2 is found.
+        self._placement = self._specialisations[0].placement
+        self._layout = MailboxLayout(world_size, context.max_batch, self._placement.grid)
         self._mailboxes = (
             PeerMailboxes(context.group, self._layout, context.device)
             if world_size > 1
@@ -198,50 +256,13 @@ class KernelExecutor:
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments_address = ctypes.addressof(self._arguments)
         self._plan_code = PLAN_NAMES.index(self.name)
-        self._preload()
-
-    def _placement(self, *, sampled: bool, base_bytes: int) -> Placement:
-        key = (sampled, base_bytes)
-        if key not in self._placements:
-            self._placements[key] = place(
-                int8=self.int8,
-                markov_rank=self._context.shape.markov_rank,
-                rows=self._shard_width,
-                max_batch=self._context.max_batch,
-                num_sms=self._num_sms,
-                shared_limit=self._shared_limit,
-                sampled=sampled,
-                base_bytes=base_bytes,
+        # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
+        self._launches = {
+            (one.base_fp32, one.sampled, one.logits): _Launch(
+                jit.compile_kernel("walk.cu", "walk", one.macros), one.placement
             )
-        return self._placements[key]
-
-    def _preload(self) -> None:
-        """Every specialisation that a walk of this runtime may want: a first launch inside a capture, or beside a spinning
-        kernel, must not have to load code."""
-        base_dtypes = (torch.bfloat16, torch.float32) if self._context.rounding == "none" else (torch.bfloat16,)
-        for base_dtype in base_dtypes:
-            for sampled in (False, True):
-                for logits in ("none", "local"):
-                    if logits != "none" and self._context.rounding == "none" and base_dtype == torch.bfloat16:
-                        continue
-                    self._launch_of(base_dtype, sampled, logits)
-
-    def _launch_of(self, base_dtype: torch.dtype, sampled: bool, logits: str) -> _Launch:
-        key = (base_dtype == torch.float32, sampled, logits)
-        if key not in self._launches:
-            # Logits take the place of the base logits that they were made from, so fp32 logits want fp32 staging.
-            base_bytes = 4 if base_dtype == torch.float32 else 2
-            placement = self._placement(sampled=sampled, base_bytes=base_bytes)
-            macros = walk_macros(
-                placement,
-                self._layout,
-                self._context.rounding,
-                base_fp32=base_bytes == 4,
-                sampled=sampled,
-                logits=logits,
-            )
-            self._launches[key] = _Launch(jit.compile_kernel("walk.cu", "walk", macros), placement)
-        return self._launches[key]
+            for one in self._specialisations
+        }
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's rows of W2 on the device, as the plan holds them, and their scales."""
@@ -249,7 +270,7 @@ class KernelExecutor:
 
     def _load(self, context: ExecutorContext) -> None:
         rows, self._row_scales = self._rows(context)
-        self._fragments = to_fragments(rows, self._placement(sampled=False, base_bytes=2))
+        self._fragments = to_fragments(rows, self._placement)
 
     def memory_bytes(self) -> int:
         scales = 0 if self._row_scales is None else self._row_scales.nbytes
@@ -262,8 +283,9 @@ class KernelExecutor:
         sampled = inputs.temperatures is not None
         if self._context.rounding == "none" and inputs.logits != "none":
             base = base.float()  # a logit is staged in the place of its base logit; here it is the wider of the two
-        launch = self._launch_of(base.dtype, sampled, "none" if inputs.logits == "none" else "local")
-        placement = self._placement(sampled=sampled, base_bytes=base.element_size())
+        logits = "none" if inputs.logits == "none" else "local"
+        launch = self._launches[base.dtype == torch.float32, sampled, logits]
+        placement = launch.placement
         p = self._params
         p.tiles_per_cta = placement.tiles_per_cta
         p.smem_tiles = placement.smem_tiles
@@ -315,7 +337,7 @@ class KernelExecutor:
 
     def reload(self, context: ExecutorContext) -> None:
         rows, scales = self._rows(context)
-        self._fragments.copy_(to_fragments(rows, self._placement(sampled=False, base_bytes=2)))
+        self._fragments.copy_(to_fragments(rows, self._placement))
         if self._row_scales is not None and scales is not None:
             self._row_scales.copy_(scales)
 

@@ -1,0 +1,103 @@
+"""The kernels that a runtime will want, known from its shape alone: for filling the cache before there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tp_walk import jit, kernels, pair_test
+from tp_walk.config import Rounding
+from tp_walk.errors import PlanUnavailableError
+from tp_walk.shard import shard_bounds
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU to compile for. shared_limit: bytes of dynamic shared memory that a CTA may ask for."""
+
+    arch: str
+    num_sms: int
+    shared_limit: int
+
+
+# CUDA C++ programming guide, table of technical specifications: 227 KB at compute capability 9.0; the SXM parts' SMs.
+HOPPER = Target("sm_90a", 132, 227 << 10)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One cubin. purpose: which plan wants it, and for what."""
+
+    purpose: str
+    source: str
+    entry: str
+    macros: tuple[tuple[str, int], ...]
+
+    def compile(self, arch: str) -> jit.CompiledKernel:
+        """Into the cache. Raises as `jit.compile_kernel`."""
+        return jit.compile_kernel(self.source, self.entry, dict(self.macros), arch)
+
+
+def jobs(
+    vocab_size: int,
+    markov_rank: int,
+    world_sizes: Sequence[int],
+    max_batch: int,
+    roundings: Sequence[Rounding],
+    target: Target = HOPPER,
+) -> list[Job]:
+    """Every cubin that runtimes of these shapes want, each once.
+
+    Raises:
+        PlanUnavailableError: no kernel of any plan serves one of the shapes; the message says why.
+    """
+    found: dict[tuple[str, tuple[tuple[str, int], ...]], Job] = {}
+    for world_size in world_sizes:
+        refusals: list[str] = []
+        wanted = list(_walk_jobs(vocab_size, markov_rank, world_size, max_batch, roundings, target, refusals))
+        if not wanted:
+            raise PlanUnavailableError(f"no kernel at world size {world_size}: {'; '.join(dict.fromkeys(refusals))}")
+        if world_size > 1:
+            macros = tuple(pair_test.macros().items())
+            wanted.append(Job(f"self-test of {world_size} ranks", "pair_test.cu", "pair_test", macros))
+        for job in wanted:
+            found.setdefault((job.source, job.macros), job)
+    return list(found.values())
+
+
+def _walk_jobs(
+    vocab_size: int,
+    markov_rank: int,
+    world_size: int,
+    max_batch: int,
+    roundings: Sequence[Rounding],
+    target: Target,
+    refusals: list[str],
+) -> Iterator[Job]:
+    for plan, int8, ranks, rows in _layouts(vocab_size, world_size):
+        for rounding in roundings:
+            try:
+                specialisations = kernels.specialisations(
+                    int8=int8,
+                    markov_rank=markov_rank,
+                    rows=rows,
+                    world_size=ranks,
+                    max_batch=max_batch,
+                    rounding=rounding,
+                    num_sms=target.num_sms,
+                    shared_limit=target.shared_limit,
+                )
+            except PlanUnavailableError as error:
+                refusals.append(f"{plan}: {error}")
+                continue
+            for one in specialisations:
+                mode = f"{'sampled' if one.sampled else 'greedy'}, {'fp32' if one.base_fp32 else 'bf16'} base"
+                purpose = f"{plan} on {world_size}: {rounding}, {mode}, logits {one.logits}"
+                yield Job(purpose, "walk.cu", "walk", tuple(one.macros.items()))
+
+
+def _layouts(vocab_size: int, world_size: int) -> Iterator[tuple[str, bool, int, int]]:
+    """Plan, int8, ranks that exchange, and rows of W2 a rank holds; a plan once for each width that its shards have."""
+    for rows in sorted({shard.width for shard in shard_bounds(vocab_size, world_size)}):
+        yield "tp_bf16", False, world_size, rows
+    yield "int8", True, 1, vocab_size

@@ -14,7 +14,8 @@ _MAX_T = 127 * 256 + 127
 
 def _scales(values: torch.Tensor, steps: float) -> torch.Tensor:
     """max|row| / steps in float32 for each row of `[..., r]`; 1 for a zero row."""
-    scale = values.abs().amax(dim=-1) / steps
+    # A divisor on the device: by a Python number, CUDA multiplies with the reciprocal, which isn't IEEE division.
+    scale = values.abs().amax(dim=-1) / torch.full((), steps, device=values.device)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 

@@ -280,6 +280,7 @@ class WalkRuntime:
                 self._refused[name] = str(error)
                 failure = failure or error
                 self._executors.pop(name).close()
+        self._default = self._first_held()
         if failure is not None:
             raise failure
 
@@ -332,6 +333,7 @@ class WalkRuntime:
         for name in needed or ([] if self._executors else ["reference"]):
             if name not in self._executors:
                 self._build(name)
+        self._default = self._first_held()
 
     def _build(self, name: str) -> PlanExecutor:
         def build() -> None:
@@ -347,6 +349,10 @@ class WalkRuntime:
                 self._executors.pop(name).close()
             raise
         return self._executors[name]
+
+    def _first_held(self) -> Plan:
+        name = next((name for name in PLAN_NAMES if name in self._executors), "reference")
+        return Plan(name, provenance=_UNMEASURED)
 
     def _executor(self, name: str) -> PlanExecutor:
         executor = self._executors.get(name)
@@ -369,7 +375,7 @@ class WalkRuntime:
         if isinstance(plan, Plan):
             return plan
         if plan is None:
-            return next(Plan(name, provenance=_UNMEASURED) for name in PLAN_NAMES if name in self._executors)
+            return self._default
         if plan not in self._named:
             raise WalkInputError(f"plan is {plan!r}; it must be a Plan, None or one of {', '.join(PLAN_NAMES)}")
         return self._named[plan]

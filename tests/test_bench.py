@@ -40,13 +40,6 @@ def test_the_ends_of_the_first_mode_and_vocabulary_come_first() -> None:
     first = options().points()[:6]
     sizes = [(point.walk.batch, point.walk.gamma) for point in first]
     assert sizes == [(1, 7), (8, 7), (64, 7), (1, 16), (8, 16), (64, 16)]
-        (1, 7),
-        (8, 7),
-        (64, 7),
-        (1, 16),
-        (8, 16),
-        (64, 16),
-    ]
     assert all(point.vocab_size == 151_936 and not point.walk.sampled for point in first)
     assert {point.walk.batch for point in options().points()[24:]} == {2, 4, 16, 32}
 

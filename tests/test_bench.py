@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tp_walk import bench
 from tp_walk.bench import MODES, Options, Point, main, row_of, run_bench
 from tp_walk.results import ResultTable
 from tp_walk.timing import Timing
@@ -80,6 +81,15 @@ def test_a_run_writes_each_row_as_it_comes(tmp_path: Path) -> None:
     assert written == [1, 2, 3, 4]
     assert told[0].startswith("V 300 γ 2 batch 1 greedy: reference ")
     assert [row["batch"] for row in ResultTable.read(out).rows] == [row["batch"] for row in table.rows]
+
+
+def test_a_shown_run_ends_with_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    bench._run_and_show(small())
+    shown = capsys.readouterr().out
+    assert shown.count("V 300 γ 2 batch 1 greedy: reference ") == 1
+    assert "4/4" in shown
+    assert shown.count("│ 300 ") == 4  # the table's rows
 
 
 def test_no_point_is_begun_once_the_budget_is_spent() -> None:

@@ -144,6 +144,13 @@ def test_an_expected_error_is_one_line_and_no_traceback(monkeypatch: pytest.Monk
     assert result.output == "Error: rank 1 is lost\n"
 
 
+@needs_no_gpu
+def test_bench_without_a_gpu_is_refused_in_one_line() -> None:
+    result = tp_walk("bench", "--batches", "1")
+    assert result.exit_code == 1
+    assert result.output == "Error: the bench times GPUs, and torch finds no CUDA device here\n"
+
+
 @pytest.mark.parametrize("arguments", [["doctor", "--nproc", "0"], ["doctor", "--nproc", "two"], ["docter"]])
 def test_bad_usage_is_told(arguments: list[str]) -> None:
     result = tp_walk(*arguments)

@@ -1,6 +1,6 @@
 """The speed table: tp_walk's plans and today's torch walks, in one run, over the sizes that matter.
 
-    torchrun --nproc-per-node 2 -m tp_walk.bench --out bench.json --budget-seconds 240
+    torchrun --nproc-per-node 2 -m tp_walk.bench --json bench.json --budget-seconds 240
 
 On several ranks every row also has the one-GPU plans and the one-GPU torch walk, which each rank runs by itself. The
 points come in order of importance, and the file is written after each of them, so that a run that is cut short keeps
@@ -20,6 +20,9 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from tp_walk.config import LogitsMode
 from tp_walk.kernels import THREADS
@@ -240,7 +243,7 @@ def _modes(context: click.Context, parameter: click.Parameter, value: str) -> tu
 @click.option("--modes", callback=_modes, default="greedy,t1-local,t1-full,greedy-full", show_default=True)
 @click.option("--iterations", type=click.IntRange(min=1), default=200, show_default=True)
 @click.option("--budget-seconds", type=click.FloatRange(min=0), default=float("inf"), help="Begin no point after that.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where the JSON goes.")
+@click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Where the JSON goes.")
 def main(
     nproc: int | None,
     vocab: tuple[int, ...],
@@ -260,11 +263,30 @@ def main(
         dist.init_process_group("gloo")
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
         try:
-            run_bench(options, click.echo)
+            _run_and_show(options)
         finally:
             dist.destroy_process_group()
     else:
-        run_ranks(nproc or torch.cuda.device_count(), run_bench, options, click.echo)
+        run_ranks(nproc or torch.cuda.device_count(), _run_and_show, options)
+
+
+def _run_and_show(options: Options) -> None:
+    """Rank 0 shows each row as it comes, how far the run is, and the table at the end."""
+    is_quiet = dist.is_initialized() and dist.get_rank() > 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=is_quiet) as bar:
+        task = bar.add_task("measuring", total=len(options.points()))
+
+        def show(line: str) -> None:
+            bar.console.print(line, soft_wrap=True, highlight=False)
+            bar.advance(task)
+
+        result = run_bench(options, show)
+    if not is_quiet:
+        table = Table(*(column.title for column in result.columns), title=result.title, caption=result.method)
+        for cells in result.cells():
+            table.add_row(*cells)
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from tp_walk import bench
 from tp_walk.config import ROUNDINGS, Rounding, settings
 from tp_walk.doctor import RankReport, Report, examine
 from tp_walk.errors import WalkError
@@ -92,6 +93,9 @@ def compile_ahead(
     console = Console()
     console.print(table)
     console.print(f"{len(wanted)} kernels for {HOPPER.arch} in {cache_dir}", soft_wrap=True)
+
+
+main.add_command(bench.main)
 
 
 def _print_report(report: Report) -> None:

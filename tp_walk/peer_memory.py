@@ -26,14 +26,20 @@ IPC_GRANULARITY = 2 << 20
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE
 
 
+def cuda_runtime() -> Any:
+    """The module `cuda.bindings.runtime`, imported when first used: a machine without CUDA may not have it."""
+    from cuda.bindings import runtime
+
+    return runtime
+
+
 def cuda_call(name: str, *arguments: Any) -> Any:
     """`cuda.bindings.runtime.<name>(*arguments)`: its value, or None where it returns only a status.
 
     Raises:
         SetupError: the status wasn't success.
     """
-    from cuda.bindings import runtime
-
+    runtime = cuda_runtime()
     status, *values = getattr(runtime, name)(*arguments)
     if status != runtime.cudaError_t.cudaSuccess:
         raise SetupError(f"{name} failed: {status.name}")
@@ -110,8 +116,7 @@ class PeerBuffer:
             return ctypes.string_at(cuda_call("cudaIpcGetMemHandle", self._own).getPtr(), _HANDLE_BYTES)
 
     def _open(self, handles: Sequence[bytes]) -> None:
-        from cuda.bindings import runtime
-
+        runtime = cuda_runtime()
         with current_device(self._device):
             for rank, data in enumerate(handles):
                 if rank == self._group.rank:

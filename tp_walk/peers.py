@@ -10,7 +10,7 @@ from tp_walk.errors import SetupError, WalkError
 from tp_walk.group import WalkGroup
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.pair_test import check_pairs
-from tp_walk.peer_memory import PeerBuffer, cuda_call, current_device
+from tp_walk.peer_memory import PeerBuffer, cuda_call, cuda_runtime, current_device
 from tp_walk.status import STATUS_BYTES, WalkStatus
 from tp_walk.topology import survey
 
@@ -23,8 +23,7 @@ class StatusBlock:
     """The 64 bytes of mapped host memory that a kernel reports a failure to. `address` is the device's pointer."""
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import runtime
-
+        runtime = cuda_runtime()
         flags = runtime.cudaHostAllocMapped | runtime.cudaHostAllocPortable
         with current_device(device):
             self._host: int | None = int(cuda_call("cudaHostAlloc", STATUS_BYTES, flags))
@@ -152,6 +151,4 @@ class PeerMailboxes:
             self._status.clear()
 
     def _copy(self, destination: int, source: int) -> None:
-        from cuda.bindings import runtime
-
-        cuda_call("cudaMemcpy", destination, source, 8, runtime.cudaMemcpyKind.cudaMemcpyDefault)
+        cuda_call("cudaMemcpy", destination, source, 8, cuda_runtime().cudaMemcpyKind.cudaMemcpyDefault)

@@ -213,6 +213,13 @@ class TestPlans:
         with pytest.raises(tp_walk.WalkInputError, match="TP_WALK_PLAN names 'warp'"):
             WalkRuntime(make_head(), device="cpu")
 
+    def test_a_kill_switch_does_not_need_what_it_switches_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TP_WALK_PLAN", "reference")
+        monkeypatch.setitem(EXECUTORS, "tp_bf16", lambda context: 1 / 0)
+        for plans in (None, ["tp_bf16"]):
+            with WalkRuntime(make_head(), device="cpu", plans=plans) as runtime:
+                assert runtime.walk(make_base(), ANCHORS, plan="tp_bf16").plan.name == "reference"
+
     def test_explain_accounts_for_every_plan(self, runtime: WalkRuntime) -> None:
         lines = runtime.explain(2).splitlines()
         assert lines[0].startswith("batch 2: reference (nothing measured")

@@ -140,7 +140,7 @@ class ReferenceExecutor:
             self._agree(inputs)
             self._walk(inputs)
         except WalkError as error:
-            inputs.tokens.copy_(inputs.anchors[:, None].expand_as(inputs.tokens))
+            _store(inputs.tokens, inputs.anchors.long()[:, None].expand_as(inputs.tokens), _live_rows(inputs))
             if isinstance(error, WalkTimeout):
                 self._failure = error
             raise
@@ -186,7 +186,8 @@ class ReferenceExecutor:
         draw = None if inputs.temperatures is None else _Draw(inputs.temperatures, inputs.noise, live)
         logits = None if inputs.logits_out is None else base.new_empty(base.shape, dtype=inputs.logits_out.dtype)
         log_sums = torch.empty(batch, gamma, dtype=torch.float64, device=context.device)
-        previous = inputs.anchors.long()
+        # On a GPU nobody has looked at the anchors, and an inert row's may be anything.
+        previous = inputs.anchors.long().clamp(0, context.w1.shape[0] - 1)
         for step in range(gamma):
             logit = add_bias(base[:, step], self._rows.bias(context.w1[previous]), context.rounding)
             if logits is not None:
@@ -295,16 +296,17 @@ def _per_row(value: int | torch.Tensor, batch: int, device: torch.device) -> tor
 
 def _launch_fields(plan: str, rounding: Rounding, inputs: WalkInputs) -> dict[str, int]:
     """What must be the same on every rank, as integers."""
+    batch, gamma = inputs.tokens.shape
     noise = inputs.noise if inputs.temperatures is not None else None
     return {
-        "batch": inputs.tokens.shape[0],
-        "gamma": inputs.tokens.shape[1],
+        "batch": batch,
+        "gamma": gamma,
         "plan": PLAN_NAMES.index(plan),
         "rounding": ROUNDINGS.index(rounding),
         "logits": LOGITS_MODES.index(inputs.logits),
         "logits_rows": LOGITS_ROWS.index(inputs.logits_rows),
         "lse": int(inputs.lse_out is not None),
-        "num_valid": -1 if inputs.num_valid is None else int(inputs.num_valid),
+        "num_valid": batch if inputs.num_valid is None else int(inputs.num_valid),
         "anchors": _hash(inputs.anchors),
         "temperatures": 0 if inputs.temperatures is None else _hash(inputs.temperatures.view(torch.int32)),
         "noise key": 0 if noise is None else _hash(noise.key),

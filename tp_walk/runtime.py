@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import weakref
@@ -322,17 +323,16 @@ class WalkRuntime:
         return tuple(shards)
 
     def _hold(self, plans: Sequence[str] | None) -> None:
+        if self._forced is not None:
+            plans = [self._forced.name]  # no other can run, and a kill switch mustn't need what it switches off
         if plans is None:
-            for name in EXECUTORS:
-                if name not in REFERENCE_PLANS:
-                    try:
-                        self._build(name)
-                    except PlanUnavailableError:
-                        continue  # explain() has the reason
-        needed = list(plans or ()) + ([] if self._forced is None else [self._forced.name])
-        for name in needed or ([] if self._executors else ["reference"]):
-            if name not in self._executors:
-                self._build(name)
+            for name in [name for name in EXECUTORS if name not in REFERENCE_PLANS]:
+                with contextlib.suppress(PlanUnavailableError):  # explain() has the reason
+                    self._build(name)
+        for name in dict.fromkeys(plans or ()):
+            self._build(name)
+        if not self._executors:
+            self._build("reference")
         self._default = self._first_held()
 
     def _build(self, name: str) -> PlanExecutor:

@@ -21,9 +21,7 @@ GREEDY, SAMPLED = Walk(batch=3, gamma=4), Walk(batch=3, gamma=4, sampled=True)
 
 def workload() -> Workload:
     ranks = dist.group.WORLD if dist.is_initialized() else None
-    return Workload(
-        VOCAB_SIZE, 16, max_batch=4, max_gamma=4, device=torch.device("cpu"), group=ranks, rival_group=ranks
-    )
+    return Workload(VOCAB_SIZE, 16, max_batch=4, max_gamma=4, device=torch.device("cpu"), group=ranks, fast_group=ranks)
 
 
 def _prepare(walks: list[Walk]) -> list[tuple[list[str], list[str]]]:

@@ -134,12 +134,12 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     ranks = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    rival_group = ranks if ranks is None or device.type == "cpu" else dist.new_group(backend="nccl")
+    fast_group = ranks if ranks is None or device.type == "cpu" else dist.new_group(backend="nccl")
     rows: list[dict[str, Any]] = []
     table = ResultTable("Time of a block, µs", METHOD, environment(), COLUMNS, rows)
     with ExitStack() as resources:
         started = time.monotonic()
-        workloads = _Workloads(resources, options, device, ranks, rival_group)
+        workloads = _Workloads(resources, options, device, ranks, fast_group)
         timer: BlockTimer | None = None
         for point in options.points():
             ours = workloads.over_ranks(point.vocab_size)
@@ -163,10 +163,10 @@ class _Workloads:
         options: Options,
         device: torch.device,
         ranks: dist.ProcessGroup | None,
-        rival_group: dist.ProcessGroup | None,
+        fast_group: dist.ProcessGroup | None,
     ) -> None:
         self._resources, self._options, self.device = resources, options, device
-        self._groups = {False: (ranks, rival_group), True: (None, None)}
+        self._groups = {False: (ranks, fast_group), True: (None, None)}
         self._made: dict[tuple[int, bool], Workload] = {}
 
     def over_ranks(self, vocab_size: int) -> Workload:
@@ -178,7 +178,7 @@ class _Workloads:
 
     def _get(self, vocab_size: int, alone: bool) -> Workload:
         if (vocab_size, alone) not in self._made:
-            group, rival_group = self._groups[alone]
+            group, fast_group = self._groups[alone]
             self._made[vocab_size, alone] = self._resources.enter_context(
                 Workload(
                     vocab_size,
@@ -187,7 +187,7 @@ class _Workloads:
                     max_gamma=max(self._options.gammas),
                     device=self.device,
                     group=group,
-                    rival_group=rival_group,
+                    fast_group=fast_group,
                 )
             )
         return self._made[vocab_size, alone]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from tp_walk.config import LogitsMode
-from tp_walk.errors import WalkError, WalkMismatch, WalkTimeout
+from tp_walk.errors import PlanUnavailableError, WalkError, WalkMismatch, WalkTimeout
 from tp_walk.group import WalkGroup
 from tp_walk.head import MarkovHead
 from tp_walk.noise import Noise
@@ -76,7 +76,8 @@ class Workload:
     Args:
         vocab_size, markov_rank: V and r. max_batch, max_gamma: of the walks to come. device: a CUDA device, or the CPU,
             where only the reference plans run, uncaptured.
-        group: the ranks (gloo), None for a world of one. rival_group: the same ranks for the rivals, NCCL on GPUs.
+        group: the ranks (gloo), None for a world of one. fast_group: the same ranks for the walks' own collectives,
+            those that the rivals are made of and those that a plan may need: NCCL on GPUs, where a graph can hold them.
 
     Raises:
         WalkError: the runtime couldn't be made; alike on every rank.
@@ -91,11 +92,11 @@ class Workload:
         max_gamma: int,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
-        rival_group: dist.ProcessGroup | None = None,
+        fast_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.vocab_size, self.markov_rank = vocab_size, markov_rank
         self._device = device
-        self._rival_group = rival_group
+        self._fast_group = fast_group
         self.group = WalkGroup(group, device)
         self._shards = shard_bounds(vocab_size, self.group.world_size)
         generator = torch.Generator(device).manual_seed(_SEED)
@@ -108,11 +109,13 @@ class Workload:
         columns = self.group.world_size * self._shards[0].width
         self._w2_padded = pad(self._w2, (0, 0, 0, columns - vocab_size))
         self.runtime = WalkRuntime(
-            MarkovHead(self._w1, self._w2), max_batch=max_batch, max_gamma=max_gamma, group=group, device=device
+            MarkovHead(self._w1, self._w2), max_batch=max_batch, max_gamma=max_gamma, group=fast_group, device=device
         )
 
     def prepare(self, walk: Walk) -> Prepared:
         """Everything that does this walk and does it right; on GPUs as CUDA graphs."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the pools of the graphs that are gone
         inputs = self._inputs(walk)
         expected: dict[str, WalkOutput] = {}
         ready: dict[str, Callable[[], object]] = {}
@@ -169,12 +172,14 @@ class Workload:
         out = WalkOutput(tokens, logits)
         base = inputs.base if walk.layout == "full" else inputs.local
 
-        def run() -> None:
-            self.runtime.walk(
+        def run() -> str:
+            ran = self.runtime.walk(
                 base, inputs.anchors, inputs.temperatures, noise=noise, plan=name, logits=walk.logits, out=out
-            )
+            ).plan
+            return name if ran is None else ran.name
 
-        run()
+        if run() != name:
+            raise PlanUnavailableError("TP_WALK_PLAN forces another plan; unset it to measure")
         ready = self._captured(run)
         tokens.fill_(-1)
         offset.zero_()
@@ -195,13 +200,13 @@ class Workload:
 
     def _rivals(self, walk: Walk, inputs: _Inputs) -> dict[str, Callable[[Sampler | None], Rival]]:
         keep_logits = walk.logits != "none"
-        if self._rival_group is None:
+        if self._fast_group is None:
             return {
                 SINGLE: lambda sampler: SingleWalk(
                     self._w1, self._w2, inputs.base, inputs.anchors, sampler, keep_logits
                 )
             }
-        group, shard, full = self._rival_group, self._shards[self.group.rank], walk.layout == "full"
+        group, shard, full = self._fast_group, self._shards[self.group.rank], walk.layout == "full"
         w2_rows = pad(self._w2[shard.start : shard.stop], (0, 0, 0, inputs.padded.shape[2] - shard.width))
 
         def replicated(sampler: Sampler | None) -> Rival:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from rank_pool import RankPool
 
 from tp_walk import jit
 from tp_walk.cubin import resource_usage
@@ -173,28 +175,22 @@ def test_a_write_that_fails_midway_leaves_nothing_behind(csrc: Path, monkeypatch
     assert cache_files(csrc) == []
 
 
-def _compile_in_a_rank(folder: Path, cache: Path, gate: object, results: object) -> None:
-    os.environ["TP_WALK_CACHE_DIR"] = str(cache)
-    jit.csrc_dir = lambda: folder
-    gate.wait()  # type: ignore[attr-defined]
-    results.put([scale(factor).cubin for factor in range(4)])  # type: ignore[attr-defined]
+def compile_in_a_rank(folder: Path, cache: Path) -> list[bytes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TP_WALK_CACHE_DIR", str(cache))
+        patch.setattr(jit, "csrc_dir", lambda: folder)
+        patch.setattr(jit, "_cubins", {})
+        dist.barrier()
+        return [scale(factor).cubin for factor in range(4)]
 
 
-def test_ranks_that_race_on_the_cache_all_get_whole_kernels(csrc: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    gate, results = context.Barrier(3), context.Queue()
-    arguments = (csrc, csrc.parent / "cache", gate, results)
-    ranks = [context.Process(target=_compile_in_a_rank, args=arguments) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    compiled = [results.get(timeout=120) for _ in ranks]
-    for rank in ranks:
-        rank.join(timeout=60)
-        assert rank.exitcode == 0
-    assert all(kernel in (other[i] for other in compiled) for mine in compiled for i, kernel in enumerate(mine))
+def test_ranks_that_race_on_the_cache_all_get_whole_kernels(csrc: Path, rank_pool: Callable[[int], RankPool]) -> None:
+    compiled = rank_pool(3)(compile_in_a_rank, csrc, csrc.parent / "cache")
+    assert compiled[0] == compiled[1] == compiled[2]
+    assert len(set(compiled[0])) == 4
     assert len(cache_files(csrc)) == 4  # no temporary file is left
     for path in cache_files(csrc):
-        assert jit._read_cached(path) is not None
+        assert jit._read_cached(path) in compiled[0]
 
 
 def test_a_source_that_does_not_compile_says_where(csrc: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tp_walk.config import Deadline, settings
+from tp_walk.config import settings
 from tp_walk.errors import PlanUnavailableError, WalkError
 from tp_walk.group import WalkGroup
 from tp_walk.head import MarkovHead
@@ -24,7 +24,6 @@ from tp_walk.runtime import WalkRuntime
 from tp_walk.topology import Gpu, survey
 
 VOCAB_SIZE, MARKOV_RANK, BATCH, GAMMA = 4096, 256, 4, 4
-DEADLINE = Deadline(startup_s=60.0, steady_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _examine_rank() -> RankReport:
     hops: tuple[PairResult, ...] = ()
     obstacle: str | None = None
     if has_gpu:
-        group = WalkGroup(process_group, device, DEADLINE.startup_s)
+        group = WalkGroup(process_group, device)
         try:
             topology = survey(group, device)
             gpu = topology.gpus[group.rank]
@@ -124,9 +123,7 @@ def _try_plan(name: str, process_group: dist.ProcessGroup | None, device: torch.
         return PlanReport("can't run here", f"TP_WALK_PLAN forces {forced}")
     head, base_logits, anchors = _exact_problem(device)
     try:
-        with WalkRuntime(
-            head, BATCH, GAMMA, group=process_group, device=device, plans=[name], deadline=DEADLINE
-        ) as runtime:
+        with WalkRuntime(head, BATCH, GAMMA, group=process_group, device=device, plans=[name]) as runtime:
             tokens = runtime.walk(base_logits, anchors, plan=name).tokens
             expected = runtime.walk(base_logits, anchors, plan="reference").tokens
             runtime.check()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tp_walk.quantize import quantize_rows, split_planes
+from tp_walk.quantize import quantize_rows, scale_dots, split_planes
 
 F32 = np.float32
 VALUES = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -74,3 +74,13 @@ def test_the_largest_sums_stay_exact_in_float32() -> None:
     low = torch.full((512,), -128.0)
     q = torch.full((512,), 127.0)
     assert abs(float(low @ q)) == 512 * 128 * 127 < 2**24
+
+
+def test_dots_are_scaled_by_two_products_in_order() -> None:
+    rng = np.random.default_rng(0)
+    acc = rng.integers(-(2**31), 2**31, (3, 400)).astype(np.int32)
+    u_scales, row_scales = rng.random(3).astype(F32), rng.random(400).astype(F32)
+    got = scale_dots(torch.tensor(acc), torch.tensor(u_scales), torch.tensor(row_scales)).numpy()
+    right = (acc.astype(F32) * u_scales[:, None]).astype(F32) * row_scales
+    assert (got == right).all()
+    assert (got != acc.astype(F32) * (u_scales[:, None] * row_scales)).any()

@@ -40,3 +40,11 @@ def split_planes(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     t = (u / scales[..., None]).round().clamp(-_MAX_T, _MAX_T).to(torch.int32)
     hi = t + 128 >> 8
     return hi.to(torch.int8), (t - 256 * hi).to(torch.int8), scales
+
+
+def scale_dots(acc: torch.Tensor, u_scales: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
+    """Integer dots `[batch, V]` int32, 256·Σq·hi + Σq·lo, with the scales `[batch]` of u and `[V]` of the rows → float32.
+
+    (float32(acc) · u_scale) · row_scale: two fp32 products in this order, the same bits on every device.
+    """
+    return acc.float() * u_scales[:, None] * row_scales

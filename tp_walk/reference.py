@@ -15,7 +15,7 @@ from tp_walk.config import LOGITS_MODES, LOGITS_ROWS, ROUNDINGS, Rounding
 from tp_walk.errors import PlanUnavailableError, WalkError, WalkMismatch, WalkTimeout
 from tp_walk.noise import Noise, gumbel, random_bits
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
-from tp_walk.quantize import MAX_INT8_RANK, quantize_rows, split_planes
+from tp_walk.quantize import MAX_INT8_RANK, quantize_rows, scale_dots, split_planes
 
 # Temperatures above zero but below this count as this.
 MIN_TEMPERATURE = 1e-5
@@ -100,15 +100,14 @@ class _Int8Rows:
         self._scales.copy_(scales)
 
     def bias(self, u: torch.Tensor) -> torch.Tensor:
-        """(float32(acc) · s_u) · s_row, in that order.
+        """`[batch, r]` → `[batch, rows]` float32, by the integer definition.
 
         Each plane's sum stays below 512 · 127 · 128 < 2^24, so float32 products and sums of these integers are exact in
         any order, on devices that have no integer matrix product too.
         """
         hi, lo, scales = split_planes(u)
         sums = (torch.stack([hi, lo]).float() @ self._rows.T).to(torch.int32)
-        acc = 256 * sums[0] + sums[1]
-        return acc.float() * scales[:, None] * self._scales
+        return scale_dots(256 * sums[0] + sums[1], scales, self._scales)
 
     def memory_bytes(self) -> int:
         return self._rows.nbytes + self._scales.nbytes

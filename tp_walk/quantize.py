@@ -43,7 +43,7 @@ def split_planes(u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def scale_dots(acc: torch.Tensor, u_scales: torch.Tensor, row_scales: torch.Tensor) -> torch.Tensor:
-    """Integer dots `[batch, V]` int32, 256·Σq·hi + Σq·lo, with the scales `[batch]` of u and `[V]` of the rows → float32.
+    """Integer dots `[batch, V]` int32, u's scales `[batch]` and the rows' `[V]` → the float32 bias `[batch, V]`.
 
     (float32(acc) · u_scale) · row_scale: two fp32 products in this order, the same bits on every device.
     """

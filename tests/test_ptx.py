@@ -1,0 +1,174 @@
+"""The compiled kernels keep to the model: mailbox accesses have the width, order and scope that mailbox.cuh argues for.
+
+The protocol's model is about indivisible words; here the PTX of every kernel is searched for accesses to mailboxes, and
+mutations of the source show that a weaker access is found.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from ptx_access import Access, accesses, compile_to_ptx
+
+from tp_walk import jit, kernels, pair_test, timing
+from tp_walk.mailbox import MailboxLayout
+from tp_walk.placement import place
+from tp_walk.status import STATUS_FIELDS
+
+LAYOUT = MailboxLayout(world_size=2, max_batch=64, num_ctas=132)
+
+SYS_WORD = {"ld.relaxed.sys.global.b128", "st.relaxed.sys.global.b128"}
+GPU_WORD = {"ld.relaxed.gpu.global.b128", "st.relaxed.gpu.global.b128"}
+OWN_NUMBER = {"ld.relaxed.gpu.global.u64", "st.relaxed.gpu.global.u64"}
+
+# region -> its first byte, and the instructions that the argument in mailbox.cuh allows (and needs: each must occur).
+REGIONS: dict[str, tuple[int, set[str]]] = {
+    "own numbers": (LAYOUT.block_offset, OWN_NUMBER),
+    "claim": (LAYOUT.claim_offset, {"atom.global.exch.b32"}),
+    "poison": (LAYOUT.poison_offset, SYS_WORD),
+    "headers": (LAYOUT.headers_offset, SYS_WORD),
+    "results": (LAYOUT.results_offset, SYS_WORD),
+    "slots": (LAYOUT.slots_offset, GPU_WORD),
+}
+
+
+def region_of(offset: int) -> str:
+    return max((start, name) for name, (start, _) in REGIONS.items() if start <= offset)[1]
+
+
+def walk_macros(*, int8: bool, sampled: bool) -> dict[str, int]:
+    placement = place(
+        int8=int8,
+        markov_rank=256,
+        rows=75_968,
+        max_batch=LAYOUT.max_batch,
+        num_sms=LAYOUT.num_ctas,
+        shared_limit=232_448,
+        sampled=sampled,
+        base_bytes=2,
+    )
+    return kernels.walk_macros(placement, LAYOUT, "engine", base_fp32=False, sampled=sampled, logits="none")
+
+
+def walk_pointers() -> dict[int, str]:
+    start, size = kernels.WalkParams.mailboxes.offset, kernels.WalkParams.mailboxes.size
+    mailboxes = {start + 8 * rank: "mailboxes" for rank in range(size // 8)}
+    return mailboxes | {kernels.WalkParams.status.offset: "status"}
+
+
+def mailbox_faults(found: list[Access]) -> list[str]:
+    """What breaks the argument, in words."""
+    faults, seen = [], {name: set() for name in REGIONS}
+    for access in found:
+        if access.pointer == "mailboxes":
+            region = region_of(access.offset)
+            seen[region].add(access.opcode)
+            if access.opcode not in REGIONS[region][1]:
+                faults.append(f"{access.opcode} of {region}")
+    for region, (_, allowed) in REGIONS.items():
+        faults += [f"no {opcode} of {region}" for opcode in sorted(allowed - seen[region])]
+    return faults
+
+
+def status_faults(found: list[Access]) -> list[str]:
+    """The code is released, after every other field."""
+    faults = []
+    fields = {at: (name, {"I": "u32", "Q": "u64"}[kind]) for name, (at, kind) in STATUS_FIELDS.items()}
+    stored: set[str] = set()
+    of_failure = {name for name, _ in fields.values()} - {"code", "clamped_row", "clamped_block"}
+    for access in (access for access in found if access.pointer == "status"):
+        name, kind = fields[access.offset]
+        order = "release" if name == "code" else "relaxed"
+        if access.opcode != f"st.{order}.sys.global.{kind}":
+            faults.append(f"{access.opcode} of status {name}")
+        if name == "code":
+            faults += [f"status {missing} isn't stored before the code" for missing in of_failure - stored]
+            stored.clear()
+        stored.add(name)
+    if not any(access.pointer == "status" for access in found):
+        faults.append("no status is stored")
+    return faults
+
+
+def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
+    found = accesses(compile_to_ptx(folder, "walk.cu", macros), "walk", walk_pointers())
+    return mailbox_faults(found) + status_faults(found)
+
+
+@pytest.mark.parametrize(("int8", "sampled"), [(False, False), (False, True), (True, False)])
+def test_walk_touches_mailboxes_as_the_model_does(int8: bool, sampled: bool) -> None:
+    assert walk_faults(jit.csrc_dir(), walk_macros(int8=int8, sampled=sampled)) == []
+
+
+def test_the_pair_self_test_uses_the_walks_instructions() -> None:
+    ptx = compile_to_ptx(jit.csrc_dir(), "pair_test.cu", pair_test.macros())
+    found = accesses(ptx, "pair_test", {0: "own", 8: "peer"})
+    assert {(access.pointer, access.opcode) for access in found} == {
+        ("own", "ld.relaxed.sys.global.b128"),
+        ("peer", "st.relaxed.sys.global.b128"),
+    }
+
+
+def test_the_gate_of_the_bench_does_too() -> None:
+    ptx = compile_to_ptx(jit.csrc_dir(), "gate.cu", timing.gate_macros(2))
+    start, size = timing.GateParams.arrivals.offset, timing.GateParams.arrivals.size
+    found = accesses(ptx, "gate", {start + at: "arrivals" for at in range(0, size, 8)})
+    assert {access.opcode for access in found} == SYS_WORD
+
+
+# A weaker access, and a fault that must be reported for it.
+MUTATIONS: dict[str, tuple[str, str, str, str]] = {
+    "a result in two halves": (
+        "mailbox.cuh",
+        "mov.b128 word, {%1, %2}; st.relaxed.sys.global.b128 [%0], word;",
+        "st.relaxed.sys.global.v2.b64 [%0], {%1, %2};",
+        "st.relaxed.sys.global.v2.b64 of results",
+    ),
+    "a slot read in two halves": (
+        "mailbox.cuh",
+        "ld.relaxed.gpu.global.b128 word, [%2]; mov.b128 {%0, %1}, word;",
+        "ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];",
+        "ld.relaxed.gpu.global.v2.b64 of slots",
+    ),
+    "weak stores": (
+        "mailbox.cuh",
+        "st.relaxed.sys.global.b128",
+        "st.global.b128",
+        "st.global.b128 of results",
+    ),
+    "results seen by this GPU alone": (
+        "exchange.cuh",
+        "store_word<Scope::sys>(result_word(",
+        "store_word<Scope::gpu>(result_word(",
+        "st.relaxed.gpu.global.b128 of results",
+    ),
+    "poison looked for on this GPU alone": (
+        "watch.cuh",
+        "load_word<Scope::sys>(poison_word(",
+        "load_word<Scope::gpu>(poison_word(",
+        "ld.relaxed.gpu.global.b128 of poison",
+    ),
+    "slots of this CTA alone": (
+        "mailbox.cuh",
+        "st.relaxed.gpu.global.b128",
+        "st.relaxed.cta.global.b128",
+        "st.relaxed.cta.global.b128 of slots",
+    ),
+    "the status code isn't released": (
+        "watch.cuh",
+        "st.release.sys.global.u32",
+        "st.relaxed.sys.global.u32",
+        "st.relaxed.sys.global.u32 of status code",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "fault"), MUTATIONS.values(), ids=MUTATIONS)
+def test_a_weaker_access_is_found(tmp_path: Path, file: str, right: str, wrong: str, fault: str) -> None:
+    folder = shutil.copytree(jit.csrc_dir(), tmp_path / "csrc")
+    source = (folder / file).read_text()
+    assert right in source, "the mutation has nothing to change any more"
+    (folder / file).write_text(source.replace(right, wrong))
+    assert fault in walk_faults(folder, walk_macros(int8=False, sampled=False))

@@ -198,13 +198,15 @@ def _compile(source: str, name: str, macros: Mapping[str, int | str], arch: str)
         raise KernelError(f"{name} doesn't compile for {arch} with macros {dict(macros)}: {error}") from error
 
 
+def source_hash() -> str:
+    """A hash of all of csrc."""
+    files = [(path.name, path.read_bytes()) for path in sorted(csrc_dir().iterdir()) if path.is_file()]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16]
+
+
 def _cache_key(source_name: str, macros: Mapping[str, int | str], arch: str) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(csrc_dir().iterdir()):
-        if path.is_file():
-            digest.update(repr((path.name, path.read_bytes())).encode())
-    digest.update(repr((source_name, sorted(macros.items()), arch, COMPILER_OPTIONS, nvrtc_version())).encode())
-    return digest.hexdigest()[:32]
+    depends_on = source_hash(), source_name, sorted(macros.items()), arch, COMPILER_OPTIONS, nvrtc_version()
+    return hashlib.sha256(repr(depends_on).encode()).hexdigest()[:32]
 
 
 def _read_cached(path: Path) -> bytes | None:

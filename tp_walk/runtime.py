@@ -21,9 +21,10 @@ from tp_walk.head import MarkovHead
 from tp_walk.inputs import InputChecker
 from tp_walk.noise import Noise
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, ExecutorContext, Plan, PlanExecutor, WalkOutput
+from tp_walk.plan_table import Layout
+from tp_walk.selection import Selector, agree_on_selector, select_here
 from tp_walk.shard import Shard, check_shards, shard_bounds
 
-_UNMEASURED = "nothing measured: the first plan held, in the order " + ", ".join(PLAN_NAMES)
 _NOT_BUILT = "this version of tp_walk doesn't have it yet"
 
 _handles = itertools.count(1)
@@ -123,6 +124,8 @@ class WalkRuntime:
         self.logits_dtype = self._inputs.logits_dtype
         self._forced = None if forced is None else Plan(forced, provenance="forced by TP_WALK_PLAN")
         self._named = {name: Plan(name) for name in PLAN_NAMES}
+        self._usual_layout: Layout = "sharded" if self.world_size > 1 else "full"
+        self._selector: Selector
         try:
             self._hold(plans)
         except BaseException:
@@ -169,7 +172,7 @@ class WalkRuntime:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
         inputs = self._inputs(base_logits, anchors, temperatures, noise, logits, logits_rows, num_valid, out, lse)
         batch, gamma = inputs.tokens.shape
-        chosen = self._plan(plan, batch, gamma, temperatures is not None)
+        chosen = self._plan(plan, batch, gamma, temperatures is not None, "full" if inputs.base_is_full else "sharded")
         if batch:
             self._executor(chosen.name).walk(inputs)
             self._walks[chosen.name] = self._walks.get(chosen.name, 0) + 1
@@ -177,8 +180,14 @@ class WalkRuntime:
             self._drafted += batch * gamma
         return WalkOutput(inputs.tokens, inputs.logits_out, inputs.lse_out, chosen)
 
-    def auto_select(self, batch: int, gamma: int | None = None, sampled: bool = False) -> Plan:
-        """The plan for a walk of this size; gamma is max_gamma if it isn't given. The same on every rank.
+    def auto_select(
+        self, batch: int, gamma: int | None = None, sampled: bool = False, layout: Layout | None = None
+    ) -> Plan:
+        """The plan for a walk of this size: the fastest by the measured table of this machine, else by a cost model.
+        The same on every rank.
+
+        gamma: max_gamma if it isn't given. layout: of the base logits, "sharded" or "full"; sharded where there are
+        several ranks if it isn't given.
 
         Raises:
             WalkInputError: batch or gamma is outside this runtime's limits.
@@ -189,7 +198,7 @@ class WalkRuntime:
             raise WalkInputError(f"the batch is {batch}; this runtime was made with max_batch={context.max_batch}")
         if not 1 <= gamma <= context.max_gamma:
             raise WalkInputError(f"gamma is {gamma}; it must be in 1..{context.max_gamma}, this runtime's max_gamma")
-        return self._plan(None, batch, gamma, sampled)
+        return self._plan(None, batch, gamma, sampled, layout or self._usual_layout)
 
     def memory_bytes(self, plan: Plan | str) -> int:
         """Bytes on the device that the plan holds for itself, 0 if it isn't held. W1 and d2t come on top, once."""
@@ -240,13 +249,17 @@ class WalkRuntime:
             "memory_bytes": {name: executor.memory_bytes() for name, executor in self._executors.items()},
         }
 
-    def explain(self, batch: int, gamma: int | None = None, sampled: bool = False) -> str:
+    def explain(self, batch: int, gamma: int | None = None, sampled: bool = False, layout: Layout | None = None) -> str:
         """Why `auto_select` answers as it does, and what became of every plan: one line each, for people."""
-        plan = self.auto_select(batch, gamma, sampled)
+        plan = self.auto_select(batch, gamma, sampled, layout)
+        times, _ = self._selector.times(
+            max(batch, 1), gamma or self._context.max_gamma, sampled, layout or self._usual_layout
+        )
         lines = [f"batch {batch}: {plan.name} ({plan.provenance})"]
         for name in PLAN_NAMES:
             if name in self._executors:
-                lines.append(f"  {name}: held, {self._executors[name].memory_bytes() / 1e6:.1f} MB")
+                expected = f", {times[name]:.1f} µs expected" if name in times else ""
+                lines.append(f"  {name}: held, {self._executors[name].memory_bytes() / 1e6:.1f} MB{expected}")
             else:
                 lines.append(f"  {name}: {self._why_not_held(name)}")
         return "\n".join(lines)
@@ -281,7 +294,7 @@ class WalkRuntime:
                 self._refused[name] = str(error)
                 failure = failure or error
                 self._executors.pop(name).close()
-        self._default = self._first_held()
+        self._selector = self._selector.among(self._executors or ("reference",))
         if failure is not None:
             raise failure
 
@@ -333,7 +346,7 @@ class WalkRuntime:
             self._build(name)
         if not self._executors:
             self._build("reference")
-        self._default = self._first_held()
+        self._selector = agree_on_selector(self._group, self.device, self._context.shape, self._executors)
 
     def _build(self, name: str) -> PlanExecutor:
         def build() -> None:
@@ -350,10 +363,6 @@ class WalkRuntime:
             raise
         return self._executors[name]
 
-    def _first_held(self) -> Plan:
-        name = next((name for name in PLAN_NAMES if name in self._executors), "reference")
-        return Plan(name, provenance=_UNMEASURED)
-
     def _executor(self, name: str) -> PlanExecutor:
         executor = self._executors.get(name)
         if executor is None:
@@ -369,13 +378,13 @@ class WalkRuntime:
             return "takes its memory at its first walk"
         return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
 
-    def _plan(self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool) -> Plan:
+    def _plan(self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool, layout: Layout) -> Plan:
         if self._forced is not None:
             return self._forced
         if isinstance(plan, Plan):
             return plan
         if plan is None:
-            return self._default
+            return self._selector(batch, gamma, sampled, layout)
         if plan not in self._named:
             raise WalkInputError(f"plan is {plan!r}; it must be a Plan, None or one of {', '.join(PLAN_NAMES)}")
         return self._named[plan]
@@ -385,20 +394,32 @@ class WalkRuntime:
             self._executors.popitem()[1].close()
 
 
-def auto_select(batch: int, gamma: int | None = None, sampled: bool = False) -> Plan:
+def auto_select(
+    batch: int,
+    gamma: int | None = None,
+    sampled: bool = False,
+    layout: Layout | None = None,
+    *,
+    shape: WalkShape | None = None,
+) -> Plan:
     """`WalkRuntime.auto_select` of the one runtime that is open in this process.
 
+    shape: of a runtime to come. Where none is open, the answer is what this machine's table, or the cost model, says of
+    such a runtime; gamma is 7 then if it isn't given.
+
     Raises:
-        PlanUnavailableError: no runtime is open, or several are.
+        PlanUnavailableError: no runtime is open and no shape was given, or no GPU is here; or several are open.
     """
     runtimes = list(_open.values())
+    if not runtimes and shape is not None:
+        return select_here(shape, batch, gamma or 7, sampled, layout)
     if len(runtimes) != 1:
         raise PlanUnavailableError(
             f"{len(runtimes)} runtimes are open in this process; ask one by its own auto_select"
             if runtimes
-            else "no WalkRuntime is open in this process; make one, and its auto_select answers"
+            else "no WalkRuntime is open in this process; make one, or give the shape of the one to come"
         )
-    return runtimes[0].auto_select(batch, gamma, sampled)
+    return runtimes[0].auto_select(batch, gamma, sampled, layout)
 
 
 def open_runtime(handle: int) -> WalkRuntime:

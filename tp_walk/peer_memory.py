@@ -113,7 +113,8 @@ class PeerBuffer:
             if self._group.world_size == 1:
                 return None
             # The struct's bytes by its address: `reserved` isn't exposed by every version of cuda-bindings.
-            return ctypes.string_at(cuda_call("cudaIpcGetMemHandle", self._own).getPtr(), _HANDLE_BYTES)
+            handle = cuda_call("cudaIpcGetMemHandle", self._own)
+            return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def _open(self, handles: Sequence[bytes]) -> None:
         runtime = cuda_runtime()

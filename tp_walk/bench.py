@@ -29,7 +29,7 @@ from tp_walk.placement import WARP_SIZE, WARPS
 from tp_walk.ranks import run_ranks
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.timing import METHOD, BlockTimer, Timing
-from tp_walk.workload import REPLICATED, SHARDED, SHARDED_LOGITS, SINGLE, Walk, Workload
+from tp_walk.workload import REPLICATED, SHARDED, SHARDED_LOGITS, SINGLE, Ranks, Walk, Workload
 
 # name → (sampled, logits)
 MODES: dict[str, tuple[bool, LogitsMode]] = {
@@ -132,20 +132,18 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
 
     progress: told each row, in words, as it comes; on rank 0.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    fast_group = ranks if ranks is None or device.type == "cpu" else dist.new_group(backend="nccl")
+    ranks = Ranks.of_this_run()
     rows: list[dict[str, Any]] = []
     table = ResultTable("Time of a block, µs", METHOD, environment(), COLUMNS, rows)
     with ExitStack() as resources:
         started = time.monotonic()
-        workloads = _Workloads(resources, options, device, ranks, fast_group)
+        workloads = _Workloads(resources, options, ranks)
         timer: BlockTimer | None = None
         for point in options.points():
             ours = workloads.over_ranks(point.vocab_size)
             if ours.group.all_gather_object(time.monotonic() - started > options.budget_s)[0]:
                 break
-            timer = timer or resources.enter_context(BlockTimer(ours.group, device))
+            timer = timer or resources.enter_context(BlockTimer(ours.group, ranks.device))
             rows.append(_measure(point, workloads, timer, options.iterations))
             if ours.group.rank == 0:
                 if options.out is not None:
@@ -157,40 +155,29 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
 class _Workloads:
     """One workload a vocabulary over all ranks, and one on this GPU alone, made when first wanted and kept."""
 
-    def __init__(
-        self,
-        resources: ExitStack,
-        options: Options,
-        device: torch.device,
-        ranks: dist.ProcessGroup | None,
-        fast_group: dist.ProcessGroup | None,
-    ) -> None:
-        self._resources, self._options, self.device = resources, options, device
-        self._groups = {False: (ranks, fast_group), True: (None, None)}
-        self._made: dict[tuple[int, bool], Workload] = {}
+    def __init__(self, resources: ExitStack, options: Options, ranks: Ranks) -> None:
+        self._resources, self._options, self.ranks = resources, options, ranks
+        self._made: dict[tuple[int, Ranks], Workload] = {}
 
     def over_ranks(self, vocab_size: int) -> Workload:
-        return self._get(vocab_size, alone=False)
+        return self._of(vocab_size, self.ranks)
 
     def alone(self, vocab_size: int) -> Workload | None:
         """None in a world of one, where it would be the same."""
-        return None if self._groups[False][0] is None else self._get(vocab_size, alone=True)
+        return None if self.ranks.group is None else self._of(vocab_size, self.ranks.alone())
 
-    def _get(self, vocab_size: int, alone: bool) -> Workload:
-        if (vocab_size, alone) not in self._made:
-            group, fast_group = self._groups[alone]
-            self._made[vocab_size, alone] = self._resources.enter_context(
+    def _of(self, vocab_size: int, ranks: Ranks) -> Workload:
+        if (vocab_size, ranks) not in self._made:
+            self._made[vocab_size, ranks] = self._resources.enter_context(
                 Workload(
                     vocab_size,
                     self._options.markov_rank,
                     max_batch=max(self._options.batches),
                     max_gamma=max(self._options.gammas),
-                    device=self.device,
-                    group=group,
-                    fast_group=fast_group,
+                    ranks=ranks,
                 )
             )
-        return self._made[vocab_size, alone]
+        return self._made[vocab_size, ranks]
 
 
 def _measure(point: Point, workloads: _Workloads, timer: BlockTimer, iterations: int) -> dict[str, Any]:
@@ -203,7 +190,7 @@ def _measure(point: Point, workloads: _Workloads, timer: BlockTimer, iterations:
         everywhere = set.intersection(*map(set, ours.group.all_gather_object(list(prepared.ready))))
         candidates |= {f"{name}{ONE_GPU}": run for name, run in prepared.ready.items() if name in everywhere}
         refused |= {f"{name}{ONE_GPU}": reason for name, reason in prepared.refused.items()}
-    if workloads.device.type == "cuda":
+    if workloads.ranks.device.type == "cuda":
         candidates[EMPTY] = timer.empty_graph(WARPS * WARP_SIZE)
     return row_of(point, timer.measure(candidates, iterations), refused, ours.group.world_size)
 

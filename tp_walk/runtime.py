@@ -240,13 +240,14 @@ class WalkRuntime:
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction: "walks" by plan, "requests" and drafted "tokens" (padded rows count, too; graph
-        replays run no Python and don't), and "memory_bytes" by plan held.
+        replays run no Python and don't); "memory_bytes" by plan held; "not_held", the other plans with the reason.
         """
         return {
             "walks": dict(self._walks),
             "requests": self._requests,
             "tokens": self._drafted,
             "memory_bytes": {name: executor.memory_bytes() for name, executor in self._executors.items()},
+            "not_held": {name: self._why_not_held(name) for name in PLAN_NAMES if name not in self._executors},
         }
 
     def explain(self, batch: int, gamma: int | None = None, sampled: bool = False, layout: Layout | None = None) -> str:

@@ -54,7 +54,7 @@ class Walk:
 
 @dataclass(frozen=True)
 class Prepared:
-    """ready: name → what runs the walk. refused: name → why it can't, or what it got wrong."""
+    """ready: name → what runs the walk. refused: name → what failed, or what it got wrong."""
 
     ready: dict[str, Callable[[], object]]
     refused: dict[str, str]
@@ -69,15 +69,43 @@ class _Inputs:
     temperatures: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """This process's part of a measurement.
+
+    device: its GPU, or the CPU. group: the ranks (gloo), None for a world of one. fast_group: the same ranks for the
+    walks' own collectives, those that the rivals are made of and those that a plan may need: NCCL on GPUs, where a
+    graph can hold them.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    fast_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_this_run(cls) -> Ranks:
+        """The ranks of `dist.group.WORLD` (gloo), or this process alone. Collective."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls(device)
+        world = dist.group.WORLD
+        return cls(device, world, dist.new_group(backend="nccl") if device.type == "cuda" else world)
+
+    def alone(self) -> Ranks:
+        """This process as a world of one."""
+        return Ranks(self.device)
+
+
 class Workload:
     """Weights of one shape on every rank of a group, and all that can walk them. Construction, `prepare` and `close`
     are collectives.
 
     Args:
-        vocab_size, markov_rank: V and r. max_batch, max_gamma: of the walks to come. device: a CUDA device, or the CPU,
-            where only the reference plans run, uncaptured.
-        group: the ranks (gloo), None for a world of one. fast_group: the same ranks for the walks' own collectives,
-            those that the rivals are made of and those that a plan may need: NCCL on GPUs, where a graph can hold them.
+        vocab_size, markov_rank: V and r. max_batch, max_gamma: of the walks to come.
+        ranks: who walks. On the CPU only the reference plans run, uncaptured.
+
+    Attributes:
+        group: the ranks. not_held: plan → why it can't run here.
 
     Raises:
         WalkError: the runtime couldn't be made; alike on every rank.
@@ -90,14 +118,11 @@ class Workload:
         *,
         max_batch: int,
         max_gamma: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        fast_group: dist.ProcessGroup | None = None,
+        ranks: Ranks,
     ) -> None:
-        self.vocab_size, self.markov_rank = vocab_size, markov_rank
-        self._device = device
-        self._fast_group = fast_group
-        self.group = WalkGroup(group, device)
+        self._device = device = ranks.device
+        self._fast_group = ranks.fast_group
+        self.group = WalkGroup(ranks.group, device)
         self._shards = shard_bounds(vocab_size, self.group.world_size)
         generator = torch.Generator(device).manual_seed(_SEED)
         self._w1, self._w2 = (_exact_weights(vocab_size, markov_rank, generator) for _ in range(2))
@@ -109,8 +134,17 @@ class Workload:
         columns = self.group.world_size * self._shards[0].width
         self._w2_padded = pad(self._w2, (0, 0, 0, columns - vocab_size))
         self.runtime = WalkRuntime(
-            MarkovHead(self._w1, self._w2), max_batch=max_batch, max_gamma=max_gamma, group=fast_group, device=device
+            MarkovHead(self._w1, self._w2),
+            max_batch=max_batch,
+            max_gamma=max_gamma,
+            group=ranks.fast_group,
+            device=device,
         )
+        reasons = self.runtime.stats()["not_held"]
+        self.not_held = {name: why for name, why in reasons.items() if name not in REFERENCE_PLANS}
+        # On a GPU the definitions only check: the torch walk, which is a graph, stands for what they would take.
+        checking = REFERENCE_PLANS if device.type == "cuda" else ()
+        self._plans = [name for name in PLAN_NAMES if name not in self.not_held and name not in checking]
 
     def prepare(self, walk: Walk) -> Prepared:
         """Everything that does this walk and does it right; on GPUs as CUDA graphs."""
@@ -120,10 +154,8 @@ class Workload:
         expected: dict[str, WalkOutput] = {}
         ready: dict[str, Callable[[], object]] = {}
         refused: dict[str, str] = {}
-        # On a GPU the definitions only check: the torch walk, which is a graph, stands for what they would take.
-        plans = PLAN_NAMES if self._device.type == "cpu" else [n for n in PLAN_NAMES if n not in REFERENCE_PLANS]
         makers: dict[str, Callable[[], Callable[[], object]]] = {
-            name: partial(self._plan, name, walk, inputs, expected) for name in plans
+            name: partial(self._plan, name, walk, inputs, expected) for name in self._plans
         }
         makers |= {
             name: partial(self._rival, name, make, walk, inputs, expected)

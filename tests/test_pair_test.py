@@ -1,0 +1,79 @@
+"""The pair self-test's host half: what a report means, and what is remembered."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from tp_walk import jit, pair_test
+from tp_walk.errors import KernelError
+from tp_walk.pair_test import PATTERNS, PairReport, PairResult
+from tp_walk.topology import Gpu, Link, Topology
+
+GPUS = tuple(Gpu(uuid, "NVIDIA H200", "host", False, "580.159") for uuid in ("aaaa", "bbbb", "cccc"))
+TOPOLOGY = Topology(GPUS, (Link("same GPU"), Link("NVLink", 18), Link("NVLink", 18)))
+
+
+def test_enough_patterns_are_exchanged() -> None:
+    assert PATTERNS >= 10**6
+
+
+def test_the_kernel_fits_one_cta_without_spilling() -> None:
+    resources = jit.compile_kernel("pair_test.cu", "pair_test", pair_test.macros(), "sm_90a").resources
+    assert resources.registers * pair_test.LANES <= 65_536
+    assert resources.stack_bytes == 0
+
+
+def test_a_report_that_is_laid_out_otherwise_doesnt_compile() -> None:
+    macros = pair_test.macros() | {"TPW_PAIR_REPORT_BYTES": ctypes.sizeof(PairReport) + 8}
+    source = (jit.csrc_dir() / "pair_test.cu").read_text()
+    with pytest.raises(KernelError, match="PairReport differs"):
+        jit.compile_source(source, "pair_test.cu", macros, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [
+        (PairReport(code=1, lane=3, round=9), "didn't arrive within"),
+        (PairReport(code=2, lane=3, round=9, key=0xABC), "in pieces in lane 3, round 9: 0x0000000000000abc"),
+        (PairReport(code=3), "out of order"),
+        (PairReport(verified=PATTERNS - 1), f"{PATTERNS - 1} of {PATTERNS} words"),
+    ],
+)
+def test_a_failure_is_told(report: PairReport, words: str) -> None:
+    assert words in str(report.failure(PATTERNS))
+
+
+def test_a_whole_exchange_is_no_failure() -> None:
+    assert PairReport(verified=PATTERNS).failure(PATTERNS) is None
+
+
+def test_what_passed_is_remembered_by_pair_driver_boot_and_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "new"))
+    entries = {peer: pair_test._cache_path(TOPOLOGY, 0, peer, b"cubin") for peer in (1, 2)}
+    results = [PairResult(1, 0.7, 0.9, PATTERNS), PairResult(2, 0.8, 1.0, PATTERNS)]
+    assert pair_test._read_cached(entries) is None
+    pair_test._write_cached(entries[1], results[0])
+    assert pair_test._read_cached(entries) is None, "one pair is still to be tested"
+    pair_test._write_cached(entries[2], results[1])
+    assert pair_test._read_cached(entries) == results
+    entries[2].write_text("{")
+    assert pair_test._read_cached(entries) is None, "a damaged entry is no entry"
+
+    def path(driver: str = "580.159", host: str = "host", cubin: bytes = b"cubin", peer: int = 1) -> Path:
+        gpus = tuple(Gpu(gpu.uuid, gpu.name, host, False, driver) for gpu in GPUS)
+        return pair_test._cache_path(Topology(gpus, TOPOLOGY.links), 0, peer, cubin)
+
+    assert len({path(), path(driver="1"), path(host="2"), path(cubin=b"3"), path(peer=2)}) == 5
+
+
+def test_a_home_that_cant_be_written_to_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "file" / "below"))
+    path = pair_test._cache_path(TOPOLOGY, 0, 1, b"cubin")
+    pair_test._write_cached(path, PairResult(1, 0.7, 0.9, PATTERNS))
+    assert not path.exists()

@@ -13,24 +13,31 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One thread copies `count` pieces of `piece_bytes`, which lie one after another on both sides.
-__device__ __forceinline__ void bulk_load(void* target, const void* source, int count, int piece_bytes, uint64_t* barrier) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(count * piece_bytes) : "memory");
-    for (int piece = 0; piece < count; ++piece)
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(target) + piece * piece_bytes),
-                     "l"(static_cast<const unsigned char*>(source) + static_cast<int64_t>(piece) * piece_bytes), "r"(piece_bytes), "r"(shared_address(barrier))
-                     : "memory");
+// The barrier's phase ends when so many bytes have been copied.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
-// Waits for the barrier's first phase. Bounded by the hardware: a copy ends or faults.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier) {
+// Both addresses and the size are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* target, const void* source, uint32_t bytes, uint64_t* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(target)), "l"(source), "r"(bytes),
+                 "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before bulk copies that overwrite it, once a barrier of the CTA
+// has passed.
+__device__ __forceinline__ void fence_before_bulk_loads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Waits for the barrier's phase of this parity. Bounded by the hardware: a copy ends or faults.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred arrived;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], 0;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%0], %1;\n"
         "@!arrived bra again;\n"
-        "}" ::"r"(shared_address(barrier)) : "memory");
+        "}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
 }  // namespace tpw

@@ -30,19 +30,20 @@ __device__ __forceinline__ Fragment load_weights(const Fragment* address) {
 struct Dot {
     using Accumulator = int32_t;
     static constexpr int kStepK = 32;
-    static constexpr int kRequests = 4;  // a pass
+    static constexpr int kRequests = 4;  // of the 8 columns of an MMA
     static constexpr int kLaneRequests = 1;
     static constexpr int kBytesPerElement = 1;
 
     __device__ static __forceinline__ void mma(Accumulator (&acc)[4], const Fragment& a, const uint2& b) {
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     }
 
-    // Which request of the pass a lane's accumulators belong to.
+    // Which of the columns' requests the lane's accumulators belong to.
     __device__ static __forceinline__ int lane_request(int lane, int) { return lane & 3; }
 
+    // Two fp32 products in this order are the definition of an int8 bias.
     __device__ static __forceinline__ float bias(const Accumulator (&acc)[4], int half, int, float u_scale, float row_scale) {
         const int32_t sum = 256 * acc[2 * half] + acc[2 * half + 1];
         return __fmul_rn(__fmul_rn(__int2float_rn(sum), u_scale), row_scale);
@@ -59,7 +60,7 @@ struct Dot {
     static constexpr int kBytesPerElement = 2;
 
     __device__ static __forceinline__ void mma(Accumulator (&acc)[4], const Fragment& a, const uint2& b) {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     }
@@ -78,77 +79,84 @@ constexpr int kColumns = 8;
 constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment));
 // A column of u, then 32 bytes that shift the banks: the lanes of a B fragment (8 columns x 4 words x 8 bytes) meet no conflict.
 constexpr int kColumnBytes = TPW_RANK * Dot::kBytesPerElement + 32;
-constexpr int kUBytes = kColumns * kColumnBytes;
+constexpr int kUBytes = kColumns * kColumnBytes;  // of one group of columns
 
-// Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last request read the
-// last one's words (a broadcast, free), and what they compute is never looked at.
+// Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
+// its words (a broadcast, free), and what they compute is never looked at.
 __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char* u, int lane, int columns) {
-    const int column = min(lane >> 2, columns - 1);
+    const int column = max(min(lane >> 2, columns - 1), 0);
     return u + column * kColumnBytes + (lane & 3) * 8;
 }
 
-// A warp reads one row of W1 and lays it out as column(s) of B. The 16 bytes that a lane reads hold, for one k step, either
-// the first or the second half of the k range; a B fragment pairs words of both halves.
-__device__ __forceinline__ void stage_u(unsigned char* u, float* u_scale, int request, const bf16* w1_row, int lane) {
-    constexpr int kVectors = TPW_RANK / (kWarpSize * 8);
+// A row of W1 on its way into B, 16 bytes a lane and vector: for one k step, they hold the first or the second half of the
+// k range; a B fragment pairs words of both halves.
+struct URow {
+    static constexpr int kVectors = TPW_RANK / (kWarpSize * 8);
     uint4 words[kVectors];
+
+    __device__ __forceinline__ void load(const bf16* w1_row, int lane) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) words[v] = __ldg(reinterpret_cast<const uint4*>(w1_row) + v * kWarpSize + lane);
-#if TPW_INT8
-    float largest = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            largest = fmaxf(largest, fabsf(bf16_to_float(w[i] & 0xffffu)));
-            largest = fmaxf(largest, fabsf(bf16_to_float(w[i] >> 16)));
-        }
+        for (int v = 0; v < kVectors; ++v) words[v] = __ldg(reinterpret_cast<const uint4*>(w1_row) + v * kWarpSize + lane);
     }
-    // Magnitudes order as their bits do, so the warp's maximum is one integer REDUX.
-    largest = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
-    const float quotient = __fdiv_rn(largest, 32512.0f);
-    const float scale = quotient == 0.0f ? 1.0f : quotient;
-    if (lane == 0) u_scale[request] = scale;
-    unsigned char* hi_column = u + (2 * request) * kColumnBytes;
-    unsigned char* lo_column = hi_column + kColumnBytes;
+
+    // As column(s) of request `request` of a column group.
+    __device__ __forceinline__ void store(unsigned char* u, float* u_scale, int request, int lane) const {
+#if TPW_INT8
+        float largest = 0.0f;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
-        const int first_k = (v * kWarpSize + lane) * 8;
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {  // 4 elements: one word of each plane
-            uint32_t hi = 0, lo = 0;
+        for (int v = 0; v < kVectors; ++v) {
+            const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const uint32_t word = w[2 * pair + i / 2];
-                const float value = bf16_to_float(i % 2 ? word >> 16 : word & 0xffffu);
-                // Only a scale in fp32's denormals is rounded so coarsely that t needs the clamp.
-                const int32_t t = min(max(__float2int_rn(__fdiv_rn(value, scale)), -32639), 32639);
-                const int32_t high = (t + 128) >> 8;
-                hi |= (static_cast<uint32_t>(high) & 0xffu) << (8 * i);
-                lo |= (static_cast<uint32_t>(t - 256 * high) & 0xffu) << (8 * i);
+                largest = fmaxf(largest, fabsf(bf16_to_float(w[i] & 0xffffu)));
+                largest = fmaxf(largest, fabsf(bf16_to_float(w[i] >> 16)));
             }
-            const int k = first_k + 4 * pair;
-            const int at = (k / 32) * 32 + ((k % 16) / 4) * 8 + ((k % 32) / 16) * 4;
-            *reinterpret_cast<uint32_t*>(hi_column + at) = hi;
-            *reinterpret_cast<uint32_t*>(lo_column + at) = lo;
         }
-    }
+        // Magnitudes order as their bits do, so the warp's maximum is one integer REDUX.
+        largest = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
+        const float quotient = __fdiv_rn(largest, 32512.0f);
+        const float scale = quotient == 0.0f ? 1.0f : quotient;
+        if (lane == 0) *u_scale = scale;
+        unsigned char* hi_column = u + (2 * request) * kColumnBytes;
+        unsigned char* lo_column = hi_column + kColumnBytes;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
+            const int first_k = (v * kWarpSize + lane) * 8;
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {  // 4 elements: one word of each plane
+                uint32_t hi = 0, lo = 0;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const uint32_t word = w[2 * pair + i / 2];
+                    const float value = bf16_to_float(i % 2 ? word >> 16 : word & 0xffffu);
+                    // Only a scale in fp32's denormals is rounded so coarsely that t needs the clamp.
+                    const int32_t t = min(max(__float2int_rn(__fdiv_rn(value, scale)), -32639), 32639);
+                    const int32_t high = (t + 128) >> 8;
+                    hi |= (static_cast<uint32_t>(high) & 0xffu) << (8 * i);
+                    lo |= (static_cast<uint32_t>(t - 256 * high) & 0xffu) << (8 * i);
+                }
+                const int k = first_k + 4 * pair;
+                const int at = (k / 32) * 32 + ((k % 16) / 4) * 8 + ((k % 32) / 16) * 4;
+                *reinterpret_cast<uint32_t*>(hi_column + at) = hi;
+                *reinterpret_cast<uint32_t*>(lo_column + at) = lo;
+            }
+        }
 #else
-    unsigned char* column = u + request * kColumnBytes;
+        unsigned char* column = u + request * kColumnBytes;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-        const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
-        const int first_k = (v * kWarpSize + lane) * 8;
+        for (int v = 0; v < kVectors; ++v) {
+            const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
+            const int first_k = (v * kWarpSize + lane) * 8;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int k = first_k + 2 * i;
-            const int at = (k / 16) * 32 + ((k % 8) / 2) * 8 + ((k % 16) / 8) * 4;
-            *reinterpret_cast<uint32_t*>(column + at) = w[i];
+            for (int i = 0; i < 4; ++i) {
+                const int k = first_k + 2 * i;
+                const int at = (k / 16) * 32 + ((k % 8) / 2) * 8 + ((k % 16) / 8) * 4;
+                *reinterpret_cast<uint32_t*>(column + at) = w[i];
+            }
         }
-    }
 #endif
-}
+    }
+};
 
 }  // namespace tpw

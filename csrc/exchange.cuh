@@ -14,6 +14,7 @@
 
 namespace tpw {
 
+static_assert((TPW_WORLD_SIZE & (TPW_WORLD_SIZE - 1)) == 0 && TPW_WORLD_SIZE <= 8, "ranks are reduced by butterfly");
 constexpr int kSlotsPerLane = TPW_MAX_GRID / kWarpSize;
 static_assert(TPW_MAX_GRID % kWarpSize == 0 && TPW_MAX_GRID <= TPW_MAX_CTAS, "every slot is polled by a lane");
 static_assert(TPW_WORLD_SIZE * TPW_HEADER_WORDS <= kWarpSize, "a lane a header word");
@@ -23,20 +24,28 @@ enum class HeaderTensor : int { anchors, temperatures, key, offset, rows, count 
 
 struct WalkExchange {
     const WalkParams& p;
-    char* mailbox;  // this rank's
-    Exchange watch;
+    // Of the launch, in shared memory: read where they are needed, instead of kept in registers that the dot products need.
+    const volatile uint64_t* block_number;
+    const volatile uint64_t* expiry;
 
-    __device__ __forceinline__ explicit WalkExchange(const WalkParams& params) : p(params), mailbox(params.mailboxes[params.rank]) {
-        watch = {params.mailboxes, params.status, static_cast<u32>(params.rank), load_control(mailbox, TPW_BLOCK_OFFSET), 0};
+    __device__ __forceinline__ char* mailbox() const { return p.mailboxes[p.rank]; }  // this rank's
+    __device__ __forceinline__ u64 block() const { return *block_number; }
+    __device__ __forceinline__ Exchange watch() const { return {p.mailboxes, p.status, static_cast<u32>(p.rank), *block_number, *expiry}; }
+
+    // By one thread, before anything else.
+    __device__ static __forceinline__ void start(const WalkParams& p, uint64_t* block_number, uint64_t* expiry) {
+        const char* mailbox = p.mailboxes[p.rank];
+        const u64 block = load_control(mailbox, TPW_BLOCK_OFFSET);
         // A peer may come to its first block much later than to the others: it still compiles, loads weights, captures graphs.
-        const bool first = watch.block == load_control(mailbox, TPW_FIRST_BLOCK_OFFSET);
-        watch.expiry = now_ns() + (first ? params.startup_deadline_ns : params.steady_deadline_ns);
+        const bool first = block == load_control(mailbox, TPW_FIRST_BLOCK_OFFSET);
+        *block_number = block;
+        *expiry = now_ns() + (first ? p.startup_deadline_ns : p.steady_deadline_ns);
     }
 
     // At the start of a block, by one warp of each CTA. `hashed(row, tensor)`: element `row` of a HeaderTensor.
     template <typename Hashed>
     __device__ __forceinline__ bool open(int lane, int cta, int batch, const Hashed& hashed) const {
-        if (__any_sync(kFullWarp, lane == 0 && poisoned(watch))) return false;
+        if (__any_sync(kFullWarp, lane == 0 && poisoned(watch()))) return false;
         if (TPW_WORLD_SIZE == 1) return true;
         if (cta == 0) send_header(lane, batch, hashed);
         // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
@@ -44,23 +53,24 @@ struct WalkExchange {
         bool agrees = true;
         if (lane < TPW_WORLD_SIZE * TPW_HEADER_WORDS) {
             const u32 source = lane / TPW_HEADER_WORDS, word = lane % TPW_HEADER_WORDS;
-            const Site site{TPW_WAIT_HEADER, watch.rank, 0, 0};
+            const Site site{TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0};
+            const Exchange own_watch = watch();
             u64 own = 0;
-            agrees = await_word<Scope::sys>(watch, header_word(mailbox, watch.block, watch.rank, word), header_tag(watch.block), site, own) &&
-                     header_agrees(watch, source, word, own);
+            agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block(), p.rank, word), header_tag(block()), site, own) &&
+                     header_agrees(own_watch, source, word, own);
         }
         return __all_sync(kFullWarp, agrees);
     }
 
     // This CTA's best key of a row, which came to this step through token `previous`.
     __device__ __forceinline__ void contribute(int lane, int step, int row, u32 previous, int cta, u64 key) const {
-        if (lane == 0) store_word<Scope::gpu>(slot_word(mailbox, row, cta), key, step_tag(watch.block, step, previous));
+        if (lane == 0) store_word<Scope::gpu>(slot_word(mailbox(), row, cta), key, step_tag(block(), step, previous));
     }
 
     // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks.
     __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas) const {
-        const u64 tag = step_tag(watch.block, step, previous);
-        const char* slots = slot_word(mailbox, row, lane);
+        const u64 tag = step_tag(block(), step, previous);
+        const char* slots = slot_word(mailbox(), row, lane);
         u64 best;
         for (u32 polls = 1;; ++polls) {
             best = 0;
@@ -79,33 +89,38 @@ struct WalkExchange {
             if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_SLOT, u32(missing), u32(step), u32(row)}, tag, seen)) return false;
         }
         best = warp_max_key(best);
-        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], watch.block, step, row, watch.rank), best, tag);
+        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], block(), step, row, p.rank), best, tag);
         return true;
     }
 
-    // The best key of a row over all ranks.
-    __device__ __forceinline__ bool receive(int lane, int step, int row, u32 previous, u64& key) const {
-        const u64 tag = step_tag(watch.block, step, previous);
-        const char* result = result_word(mailbox, watch.block, step, row, lane);
+    // The best keys of several rows over all ranks: lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the i-th row,
+    // `row` and `previous` being the lane's. Afterwards `key` is the row's best on all lanes of the row. Lanes beyond the
+    // rows, and those that are not `active`, only take part.
+    __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, u64& key) const {
+        const u64 tag = step_tag(block(), step, previous);
+        const u32 source = lane % TPW_WORLD_SIZE;
+        const char* result = result_word(mailbox(), block(), step, row, source);
         Word word{0, tag};
         for (u32 polls = 1;; ++polls) {
-            if (lane < TPW_WORLD_SIZE) word = load_word<Scope::sys>(result);
+            if (active) word = load_word<Scope::sys>(result);
             if (__all_sync(kFullWarp, word.tag == tag)) break;
-            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, u32(lane), u32(step), u32(row)}, tag, word.tag)) return false;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
         }
-        key = warp_max_key(word.key);
+        key = word.key;
+#pragma unroll
+        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) key = max(key, __shfl_xor_sync(kFullWarp, key, distance));
         return true;
     }
 
     // One thread, once every CTA has read all that a block may read of the line that this changes.
     __device__ __forceinline__ void close(u64 last_tokens) const {
-        store_control(mailbox, TPW_LAST_TOKENS_OFFSET, last_tokens);
-        store_control(mailbox, TPW_BLOCK_OFFSET, watch.block + 1);
+        store_control(mailbox(), TPW_LAST_TOKENS_OFFSET, last_tokens);
+        store_control(mailbox(), TPW_BLOCK_OFFSET, block() + 1);
     }
 
   private:
     __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
-        return __any_sync(kFullWarp, stuck && hopeless(watch, site, expected, seen));
+        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
     }
 
     template <typename Hashed>
@@ -119,7 +134,7 @@ struct WalkExchange {
         for (int tensor = 0; tensor < kTensors; ++tensor)
 #pragma unroll
             for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sums[tensor] += __shfl_xor_sync(kFullWarp, sums[tensor], distance);
-        const u64 last_tokens = load_control(mailbox, TPW_LAST_TOKENS_OFFSET);
+        const u64 last_tokens = load_control(mailbox(), TPW_LAST_TOKENS_OFFSET);
         const u64 words[TPW_HEADER_WORDS] = {
             p.launch_fields | u64(batch) << TPW_HEADER_NUM_VALID_SHIFT,
             hash_field<TPW_HEADER_ANCHORS_BITS>(sums[0]) << TPW_HEADER_ANCHORS_SHIFT |
@@ -130,7 +145,7 @@ struct WalkExchange {
         if (lane < TPW_WORLD_SIZE)
 #pragma unroll
             for (int word = 0; word < TPW_HEADER_WORDS; ++word)
-                store_word<Scope::sys>(header_word(p.mailboxes[lane], watch.block, watch.rank, word), words[word], header_tag(watch.block));
+                store_word<Scope::sys>(header_word(p.mailboxes[lane], block(), p.rank, word), words[word], header_tag(block()));
     }
 };
 

@@ -2,7 +2,6 @@
 // rounding, NaN, signed zero and tie rule; every plan's kernel uses it.
 #pragma once
 
-#include "mailbox.cuh"
 #include "types.cuh"
 
 namespace tpw {
@@ -11,37 +10,50 @@ enum Rounding : int { kEngine = 0, kOnce = 1, kNone = 2 };
 
 __device__ __forceinline__ float bf16_to_float(bf16 bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 
-__device__ __forceinline__ bf16 float_to_bf16(float value) {
-    bf16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
+// Two values to bf16 and back, to the nearest even. The packed conversion runs at full rate, a single one doesn't.
+// NaN comes out as the positive quiet NaN.
+__device__ __forceinline__ void round_to_bf16(float& low, float& high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    low = __uint_as_float(packed << 16);
+    high = __uint_as_float(packed & 0xffff0000u);
 }
 
-// The value a token is picked from, as the fp32 that holds it exactly. IEEE adds by name: no flag of the compiler may
-// fuse or flush them.
+// Two biases become the two values that tokens are picked from, as the fp32 that hold them exactly. IEEE adds by name: no
+// flag of the compiler may fuse or flush them.
 template <int kRounding>
-__device__ __forceinline__ float biased_logit(float base, float bias) {
-    if constexpr (kRounding == kOnce) return bf16_to_float(float_to_bf16(__fadd_rn(base, bias)));
-    const float rounded_bias = bf16_to_float(float_to_bf16(bias));
-    const float sum = __fadd_rn(base, rounded_bias);
-    if constexpr (kRounding == kEngine) return bf16_to_float(float_to_bf16(sum));
-    return sum;
+__device__ __forceinline__ void add_base(const float (&base)[2], float (&value)[2]) {
+    if constexpr (kRounding != kOnce) round_to_bf16(value[0], value[1]);
+    value[0] = __fadd_rn(base[0], value[0]);
+    value[1] = __fadd_rn(base[1], value[1]);
+    if constexpr (kRounding != kNone) round_to_bf16(value[0], value[1]);
 }
 
-// The order of values as integers (mailbox.cuh: ordered_bits). No value becomes 0, which can so mean "nothing yet".
-__device__ __forceinline__ uint32_t ordered(float value) { return ordered_bits(__float_as_uint(value)); }
+// Values in the order in which they win, as signed integers: adding +0 makes -0 equal to it and every NaN the positive one,
+// which then is above all. Nothing becomes kNothing.
+constexpr int32_t kNothing = static_cast<int32_t>(0x80000000u);
 
-// As make_key, of a value that is ordered already. Nothing yet becomes key 0, no contribution.
-__device__ __forceinline__ uint64_t ordered_key(uint32_t ordered_value, uint32_t id) {
-    return ordered_value == 0 ? 0 : (static_cast<uint64_t>(ordered_value) << 32) | (0xffffffffu - id);
+__device__ __forceinline__ int32_t ordered(float value) {
+    const int32_t bits = __float_as_int(__fadd_rn(value, 0.0f));
+    return bits ^ ((bits >> 31) & 0x7fffffff);
 }
+
+__device__ __forceinline__ float from_ordered(int32_t value) { return __int_as_float(value ^ ((value >> 31) & 0x7fffffff)); }
+
+// The largest key wins: the larger value, then the smaller id. Key 0 is no contribution.
+__device__ __forceinline__ uint64_t make_key(int32_t ordered_value, uint32_t id) {
+    if (ordered_value == kNothing) return 0;
+    return static_cast<uint64_t>(static_cast<uint32_t>(ordered_value) ^ 0x80000000u) << 32 | (0xffffffffu - id);
+}
+
+__device__ __forceinline__ uint32_t key_id(uint64_t key) { return 0xffffffffu - static_cast<uint32_t>(key); }
 
 // The largest key of a warp, on every lane. Two REDUX instructions take the place of five rounds of 64-bit shuffles.
 __device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {
     const uint32_t high = static_cast<uint32_t>(key >> 32);
     const uint32_t best_high = __reduce_max_sync(kFullWarp, high);
     const uint32_t best_low = __reduce_max_sync(kFullWarp, high == best_high ? static_cast<uint32_t>(key) : 0u);
-    return (static_cast<uint64_t>(best_high) << 32) | best_low;
+    return static_cast<uint64_t>(best_high) << 32 | best_low;
 }
 
 }  // namespace tpw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -12,14 +13,13 @@ from tp_walk.config import Rounding
 from tp_walk.errors import KernelError, PlanUnavailableError
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
 from tp_walk.peers import PeerMailboxes
-from tp_walk.placement import CONTROL_BYTES, MAX_CTAS, TILE_ROWS, Placement, place
+from tp_walk.placement import CONTROL_BYTES, MAX_GRID, TILE_ROWS, WARP_SIZE, WARPS, Placement, place, requests_of
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
 from tp_walk.quantize import quantize_rows
 from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
 LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
-THREADS = 384
 
 _P, _I64, _U64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
 
@@ -43,7 +43,7 @@ class WalkParams(ctypes.Structure):
         ("rank", _I32),
         ("tiles_per_cta", _I32),
         ("smem_tiles", _I32),
-        ("base_stage_words", _I32),
+        ("base_stage_bytes", _I32),
         ("base_logits", _P),
         ("base_stride_row", _I64),
         ("base_stride_step", _I64),
@@ -83,13 +83,15 @@ def walk_macros(
         "TPW_INT8": int(placement.int8),
         "TPW_RANK": placement.markov_rank,
         "TPW_REG_TILES": placement.reg_tiles,
-        "TPW_FUSED_TILES": placement.fused_tiles,
+        "TPW_TAIL_STEPS": placement.tail_steps,
+        "TPW_WARPS": WARPS,
+        "TPW_COLUMN_GROUPS": placement.column_groups,
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
         "TPW_LOGITS": LOGITS_CODES[logits],
         "TPW_CONTROL_BYTES": CONTROL_BYTES,
-        "TPW_MAX_GRID": MAX_CTAS,
+        "TPW_MAX_GRID": MAX_GRID,
     }
     macros |= {f"TPW_OFFSET_{name.upper()}": getattr(WalkParams, name).offset for name, *_ in WalkParams._fields_}
     return macros
@@ -100,12 +102,13 @@ class Specialisation:
     """One cubin of csrc/walk.cu, and how its launches place W2.
 
     base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
-    rank's columns are written out.
+    rank's columns are written out. column_groups: 2 for batches that don't fit one pass of 8 MMA columns.
     """
 
     base_fp32: bool
     sampled: bool
     logits: str
+    column_groups: int
     placement: Placement
     macros: dict[str, int]
 
@@ -126,24 +129,35 @@ def specialisations(
     rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
     """
     found = []
-    for base_fp32 in (False, True) if rounding == "none" else (False,):
-        for sampled in (False, True):
-            placement = place(
-                int8=int8,
-                markov_rank=markov_rank,
-                rows=rows,
-                max_batch=max_batch,
-                num_sms=num_sms,
-                shared_limit=shared_limit,
-                sampled=sampled,
-                base_bytes=4 if base_fp32 else 2,
-            )
-            layout = MailboxLayout(world_size, max_batch, placement.grid)
-            # Logits take the place of the base logits that they were made from, so fp32 logits want fp32 staging.
-            for logits in ("none", "local") if base_fp32 or rounding != "none" else ("none",):
-                macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
-                found.append(Specialisation(base_fp32, sampled, logits, placement, macros))
+    for base_fp32, sampled, logits, column_groups in itertools.product(
+        (False, True), (False, True), ("none", "local"), (1, 2)
+    ):
+        if base_fp32 and rounding != "none":
+            continue
+        if rounding == "none" and not base_fp32 and _keeps_logits(sampled, logits):
+            continue
+        if column_groups > 1 and max_batch <= requests_of(int8, 1):
+            continue
+        placement = place(
+            int8=int8,
+            markov_rank=markov_rank,
+            rows=rows,
+            max_batch=max_batch,
+            num_sms=num_sms,
+            shared_limit=shared_limit,
+            sampled=sampled,
+            base_bytes=4 if base_fp32 else 2,
+            column_groups=column_groups,
+        )
+        layout = MailboxLayout(world_size, max_batch, placement.grid)
+        macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
+        found.append(Specialisation(base_fp32, sampled, logits, column_groups, placement, macros))
     return found
+
+
+def _keeps_logits(sampled: bool, logits: str) -> bool:
+    """A kernel that wants a logit once more stages it in the place of its base logit; an fp32 logit needs fp32 there."""
+    return sampled or logits != "none"
 
 
 def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -176,7 +190,7 @@ class _Launch:
         cooperative.value.cooperative = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = placement.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * WARP_SIZE, 1, 1
         config.sharedMemBytes = placement.shared_bytes
         # Cooperative: a grid that can't be co-resident is refused instead of waiting for CTAs that never start.
         config.attrs = [cooperative]
@@ -258,7 +272,7 @@ class KernelExecutor:
         self._plan_code = PLAN_NAMES.index(self.name)
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
         self._launches = {
-            (one.base_fp32, one.sampled, one.logits): _Launch(
+            (one.base_fp32, one.sampled, one.logits, one.column_groups): _Launch(
                 jit.compile_kernel("walk.cu", "walk", one.macros), one.placement
             )
             for one in self._specialisations
@@ -278,18 +292,17 @@ class KernelExecutor:
 
     def walk(self, inputs: WalkInputs) -> None:
         base = inputs.base_logits
-        if inputs.logits == "full" and self._world_size > 1:
-            raise PlanUnavailableError("full logits")
         sampled = inputs.temperatures is not None
-        if self._context.rounding == "none" and inputs.logits != "none":
-            base = base.float()  # a logit is staged in the place of its base logit; here it is the wider of the two
+        if self._context.rounding == "none" and _keeps_logits(sampled, inputs.logits):
+            base = base.float()
         logits = "none" if inputs.logits == "none" else "local"
-        launch = self._launches[base.dtype == torch.float32, sampled, logits]
+        column_groups = 1 if base.shape[0] <= requests_of(self.int8, 1) else 2
+        launch = self._launches[base.dtype == torch.float32, sampled, logits, column_groups]
         placement = launch.placement
         p = self._params
         p.tiles_per_cta = placement.tiles_per_cta
         p.smem_tiles = placement.smem_tiles
-        p.base_stage_words = placement.base_stage_words
+        p.base_stage_bytes = placement.base_stage_bytes
         p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
         p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
         p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
@@ -310,9 +323,14 @@ class KernelExecutor:
             p.key = p.offset = 0
         p.tokens = inputs.tokens.data_ptr()
         p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
-        if inputs.logits_out is not None:
-            p.logits[0] = inputs.logits_out.data_ptr()
-            p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
+        logits_out = inputs.logits_out
+        gathers = inputs.logits == "full" and self._world_size > 1
+        if gathers:
+            shape = (base.shape[0], base.shape[1], self._shard_width)
+            logits_out = torch.empty(shape, dtype=inputs.logits_out.dtype, device=base.device)
+        if logits_out is not None:
+            p.logits[0] = logits_out.data_ptr()
+            p.logits_stride_row, p.logits_stride_step = logits_out.stride(0), logits_out.stride(1)
         p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
         p.batch, p.gamma = base.shape[0], base.shape[1]
         p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
@@ -328,6 +346,10 @@ class KernelExecutor:
             }
         )
         launch(self._arguments_address, torch.cuda.current_stream(self._context.device).cuda_stream)
+        if gathers:
+            widths = [shard.width for shard in self._context.shards]
+            columns = self._context.group.all_gather_columns(logits_out, widths, self._context.deadline.steady_s)
+            inputs.logits_out.copy_(columns)
 
     def check(self) -> None:
         self._mailboxes.check()

@@ -1,6 +1,6 @@
 """Where a kernel keeps each row of W2: registers, shared memory, or streamed. Arithmetic alone, the same on every machine.
 
-The host half of the constants at the top of csrc/walk.cu.
+The host half of the constants and of `Smem` in csrc/cta.cuh.
 """
 
 from __future__ import annotations
@@ -9,46 +9,48 @@ from dataclasses import dataclass
 
 from tp_walk.errors import PlanUnavailableError
 
-WARPS = 12
 WARP_SIZE = 32
 TILE_ROWS = 16
 FRAGMENT_BYTES = 16
 COLUMNS = 8
-MAX_CTAS = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange.cuh
-# 128 of a thread's 168 registers hold W2: 384 rows of a CTA at r = 256 in bf16.
-REGISTER_FRAGMENTS = 32
-CONTROL_BYTES = 96
-_KEY_STRIDE = WARPS * 8 + 2
+MAX_GRID = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange.cuh
+CONTROL_BYTES = 112
+ROW_STATE_BYTES = 32
+
+
+# 8 warps have 255 registers a thread. Holding W2 in 160 of them leaves 95 for the dot products, which want them for loads
+# in flight. 12 warps of 168 registers, 128 of them W2, hold as much, but a step's dot products took 3,400 cycles (H200,
+# batch 1): every load waited for the MMA before it.
+WARPS = 8
+REG_FRAGMENTS = 40  # 16 bytes a lane: the W2 operand of one MMA
 
 
 @dataclass(frozen=True)
 class Placement:
     """How one specialisation of the walk kernel lays out its rows.
 
-    int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. grid: CTAs. tiles_per_cta: 16-row tiles of
-    W2 that a CTA owns; each warp keeps `reg_tiles` of them in registers and multiplies `fused_tiles` out of shared memory
-    along with those; `smem_tiles` in all stay in shared memory, the rest is streamed each step.
+    int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. column_groups: groups of 8 MMA columns that a
+    pass multiplies. grid: CTAs. tiles_per_cta: 16-row tiles of W2 that a CTA owns; each warp keeps `reg_tiles` of them in
+    registers, but for the last `tail_steps` k steps of the last one; those and `smem_tiles` in all stay in shared memory, and
+    the rest is streamed each step.
+    base_stage_bytes: of one request's staged base logits. shared_bytes: dynamic shared memory of a CTA.
     """
 
     int8: bool
     markov_rank: int
+    column_groups: int
     grid: int
     tiles_per_cta: int
     reg_tiles: int
-    fused_tiles: int
+    tail_steps: int
     smem_tiles: int
-    base_stage_words: int
+    base_stage_bytes: int
     shared_bytes: int
 
     @property
     def k_steps(self) -> int:
         """MMAs that a row's dot product takes."""
         return self.markov_rank // (32 if self.int8 else 16)
-
-    @property
-    def requests(self) -> int:
-        """Requests that one pass multiplies: the columns of an MMA, shared by two planes of u in int8."""
-        return 4 if self.int8 else 8
 
     @property
     def streamed_tiles(self) -> int:
@@ -61,6 +63,11 @@ class Placement:
         return self.grid * self.tiles_per_cta * self.k_steps * WARP_SIZE * FRAGMENT_BYTES
 
 
+def requests_of(int8: bool, column_groups: int) -> int:
+    """Requests that a pass multiplies: one a column, or in int8 one for the two planes of u in two columns."""
+    return column_groups * (COLUMNS // 2 if int8 else COLUMNS)
+
+
 def place(
     *,
     int8: bool,
@@ -71,6 +78,7 @@ def place(
     shared_limit: int,
     sampled: bool,
     base_bytes: int,
+    column_groups: int = 1,
 ) -> Placement:
     """Chooses a placement.
 
@@ -88,46 +96,42 @@ def place(
             f"the kernels hold markov_rank 256 and 512, not {markov_rank}; plan reference runs it"
         )
     k_steps = markov_rank // (32 if int8 else 16)
-    requests = 4 if int8 else 8
+    requests = requests_of(int8, column_groups)
     tiles = max(1, -(-rows // TILE_ROWS))
-    num_ctas = min(num_sms, MAX_CTAS)
-    tiles_per_cta = -(-tiles // num_ctas)
+    tiles_per_cta = -(-tiles // min(num_sms, MAX_GRID))
     grid = -(-tiles // tiles_per_cta)
-    most_reg_tiles = REGISTER_FRAGMENTS // k_steps
-    reg_tiles = 1
-    while reg_tiles < most_reg_tiles and reg_tiles * WARPS < tiles_per_cta:
-        reg_tiles *= 2
+    reg_tiles = min(-(-REG_FRAGMENTS // k_steps), -(-tiles_per_cta // WARPS))
+    tail_steps = max(0, reg_tiles * k_steps - REG_FRAGMENTS)
 
     cta_rows = tiles_per_cta * TILE_ROWS
     tile_bytes = k_steps * WARP_SIZE * FRAGMENT_BYTES
-    # One word more for a row that starts in the middle of a word, then a pad that spreads requests over the banks.
-    base_stage_words = -(-cta_rows * base_bytes // 4) + 4
+    # 16 bytes more, for a row that starts inside a 16-byte piece; they also spread the requests over the banks.
+    base_stage_bytes = cta_rows * base_bytes + 16
     staging = (
-        COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
-        + requests * _KEY_STRIDE * 8
-        + 2 * requests * base_stage_words * 4
+        WARPS * tail_steps * WARP_SIZE * FRAGMENT_BYTES
+        + column_groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
+        + requests * (8 * WARPS + 2) * (16 if sampled else 8)
+        + 2 * requests * base_stage_bytes
         + (requests * cta_rows * 4 if sampled else 0)
         + (cta_rows * 4 if int8 else 0)
         + CONTROL_BYTES
-        + -(-max_batch // 4) * 16
+        + max_batch * ROW_STATE_BYTES
     )
     if staging > shared_limit:
         raise PlanUnavailableError(
-            f"{rows} rows of W2 on {num_ctas} SMs need {staging} bytes of staging buffers each, of {shared_limit}; "
+            f"{rows} rows of W2 on {num_sms} SMs need {staging} bytes of staging buffers each, of {shared_limit}; "
             f"split W2 over more GPUs, or use plan reference"
         )
     smem_tiles = min(max(0, tiles_per_cta - reg_tiles * WARPS), (shared_limit - staging) // tile_bytes)
-    fused_tiles = max(1, reg_tiles // 2)
-    if reg_tiles < most_reg_tiles or smem_tiles < fused_tiles * WARPS:
-        fused_tiles = 0
     return Placement(
         int8=int8,
         markov_rank=markov_rank,
+        column_groups=column_groups,
         grid=grid,
         tiles_per_cta=tiles_per_cta,
         reg_tiles=reg_tiles,
-        fused_tiles=fused_tiles,
+        tail_steps=tail_steps,
         smem_tiles=smem_tiles,
-        base_stage_words=base_stage_words,
+        base_stage_bytes=base_stage_bytes,
         shared_bytes=staging + smem_tiles * tile_bytes,
     )

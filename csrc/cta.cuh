@@ -1,0 +1,218 @@
+// What a CTA keeps in shared memory, and its share of the vocabulary.
+//
+// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_WARPS, TPW_REG_TILES and TPW_TAIL_STEPS (tiles
+// of W2 that a warp keeps in registers, but for the last k steps of the last one), TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass multiplies), TPW_ROUNDING, TPW_BASE_FP32,
+// TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
+#pragma once
+
+#include "async_copy.cuh"
+#include "dot.cuh"
+#include "noise.cuh"
+#include "score.cuh"
+#include "types.cuh"
+#include "walk_params.cuh"
+
+namespace tpw {
+
+constexpr int kWarps = TPW_WARPS;
+constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kRegTiles = TPW_REG_TILES;
+constexpr int kTailSteps = TPW_TAIL_STEPS;  // of the last register tile, kept in shared memory
+constexpr int kRegFragments = kRegTiles * kSteps - kTailSteps;
+constexpr int kFragmentBytes = kWarpSize * static_cast<int>(sizeof(Fragment));
+constexpr int kTailBytes = kTailSteps * kFragmentBytes;  // of a warp
+constexpr int kColumnGroups = TPW_COLUMN_GROUPS;
+constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
+constexpr int kWarpRequests = (kRequests + kWarps - 1) / kWarps;  // request q of a pass is looked after by warp q % kWarps
+constexpr int kRounding = TPW_ROUNDING;
+constexpr bool kSampled = TPW_SAMPLED;
+constexpr int kLogits = TPW_LOGITS;  // 0 none, 1 this rank's buffer, 2 every rank's
+
+#if TPW_BASE_FP32
+using BaseLogit = float;
+__device__ __forceinline__ float base_to_float(float value) { return value; }
+#else
+using BaseLogit = bf16;
+__device__ __forceinline__ float base_to_float(bf16 value) { return bf16_to_float(value); }
+#endif
+
+#if TPW_ROUNDING == 2
+using Logit = float;
+__device__ __forceinline__ Logit to_logit(float value) { return value; }
+#else
+using Logit = bf16;
+__device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16>(__float_as_uint(value) >> 16); }
+#endif
+
+// A logit takes the place of the base logit that it is made from when it is wanted later: as output, or to score it exactly.
+constexpr bool kKeepsLogits = kSampled || kLogits != 0;
+static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
+
+// What each of a warp's 8 row groups leaves of a request: its best value and where, and if sampled (the values are then
+// approximate) the second best value.
+struct __align__(8) Best {
+    int32_t value = kNothing;  // ordered()
+    uint32_t row = 0;          // of the CTA
+#if TPW_SAMPLED
+    int32_t second = kNothing;
+    uint32_t unused;
+#endif
+
+    __device__ __forceinline__ void add(int32_t candidate, int candidate_row) {
+        const bool wins = candidate > value;  // a lane meets its rows in ascending order: the first of equals is the smallest id
+#if TPW_SAMPLED
+        second = wins ? value : max(second, candidate);
+#endif
+        value = wins ? candidate : value;
+        row = wins ? candidate_row : row;
+    }
+};
+
+constexpr int kBestEntries = kWarps * 8;
+constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests over the banks
+
+// A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
+struct __align__(16) RowState {
+    uint32_t previous;  // the token before the step
+    uint32_t key0, key1, slot, offset;
+    float temperature;  // effective: 0 is greedy
+    float inverse_temperature;
+    uint32_t unused;
+};
+
+struct __align__(16) Control {
+    uint64_t weights_arrived;  // mbarriers of the bulk copies
+    uint64_t base_arrived[2];
+    uint64_t block;   // this launch's; here instead of in registers that the dot products need
+    uint64_t expiry;
+    int32_t failed;
+    float u_scale[kRequests];
+};
+static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
+
+// Shared memory in this order; the host half is placement.place.
+struct Smem {
+    unsigned char* weights;  // [smem tile]
+    unsigned char* tails;  // [warp]
+    unsigned char* u;      // [column group]
+    Best* best;            // [request][kBestStride]
+    unsigned char* base;   // [2][request] staged base logits, base_stage_bytes each
+    float* noise;          // [request][rows], approximate
+    float* row_scales;     // [rows]
+    RowState* rows;        // [batch]
+    Control* control;
+
+    __device__ __forceinline__ Smem(unsigned char* start, const WalkParams& p) {
+        const int cta_rows = p.tiles_per_cta * kTileRows;
+        weights = start;
+        tails = weights + p.smem_tiles * kTileBytes;
+        u = tails + kWarps * kTailBytes;
+        best = reinterpret_cast<Best*>(u + kColumnGroups * kUBytes);
+        base = reinterpret_cast<unsigned char*>(best + kRequests * kBestStride);
+        noise = reinterpret_cast<float*>(base + 2 * kRequests * p.base_stage_bytes);
+        row_scales = noise + (kSampled ? kRequests * cta_rows : 0);
+        control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? cta_rows : 0));
+        rows = reinterpret_cast<RowState*>(reinterpret_cast<unsigned char*>(control) + TPW_CONTROL_BYTES);
+    }
+};
+
+struct Cta {
+    int lane, warp, index, count;
+    int first_row, rows;  // of this rank's shard
+    int batch;            // rows of the batch that are valid
+
+    __device__ __forceinline__ bool aggregates(int row) const { return row % count == index; }
+};
+
+// One step of one group of requests.
+struct Pass {
+    int index, step, first_row, requests;  // index: of the block; first_row: of the batch
+
+    __device__ __forceinline__ int buffer() const { return index & 1; }
+};
+
+// ---- base logits -----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ const BaseLogit* base_logits(const WalkParams& p, const Cta& cta, int row, int step) {
+    return static_cast<const BaseLogit*>(p.base_logits) + row * p.base_stride_row + step * p.base_stride_step + cta.first_row;
+}
+
+// A row may start on any element, and bulk copies move 16-byte pieces: copy from the piece that holds the first element to
+// the one that holds the last. The bytes beside the row that come along share a 16-byte piece with it, so an allocation too.
+__device__ __forceinline__ uint32_t base_shift(const BaseLogit* row) { return static_cast<uint32_t>(reinterpret_cast<uint64_t>(row)) & 15u; }
+
+// By one warp. The buffer's last readers are behind a barrier of the CTA.
+__device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+    static_assert(kRequests <= kWarpSize, "a lane a request");
+    uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
+    const BaseLogit* row = base_logits(p, cta, pass.first_row + cta.lane, pass.step);
+    const uint32_t shift = base_shift(row);
+    const bool copies = cta.lane < pass.requests && cta.rows > 0;
+    const uint32_t bytes = copies ? (shift + cta.rows * sizeof(BaseLogit) + 15) & ~15u : 0;
+    const uint32_t all_bytes = __reduce_add_sync(kFullWarp, bytes);
+    if (cta.lane == 0) mbarrier_expect(arrived, all_bytes);
+    __syncwarp();
+    if (copies)
+        bulk_load(s.base + (pass.buffer() * kRequests + cta.lane) * p.base_stage_bytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
+}
+
+// The staged base logit of the CTA's first row, of request `request` of the pass.
+__device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request) {
+    const uint32_t shift = base_shift(base_logits(p, cta, pass.first_row + request, pass.step));
+    return reinterpret_cast<BaseLogit*>(s.base + (pass.buffer() * kRequests + request) * p.base_stage_bytes + shift);
+}
+
+// ---- rows of the batch -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint64_t noise_key(const WalkParams& p, int row) {
+    return p.key_pointer ? static_cast<uint64_t>(p.key_pointer[row * p.key_stride]) : p.key;
+}
+
+__device__ __forceinline__ uint64_t noise_offset(const WalkParams& p, int row) {
+    return p.offset_pointer ? static_cast<uint64_t>(p.offset_pointer[row * p.offset_stride]) : p.offset;
+}
+
+__device__ __forceinline__ uint64_t noise_slot(const WalkParams& p, int row) { return static_cast<uint64_t>(p.rows ? p.rows[row * p.rows_stride] : row); }
+
+__device__ __forceinline__ int64_t anchor(const WalkParams& p, int row) {
+    const int64_t token = p.anchors_are_int32 ? static_cast<const int32_t*>(p.anchors)[row * p.anchors_stride]
+                                              : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
+    return token;
+}
+
+__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta) {
+    for (int row = threadIdx.x; row < cta.batch; row += kThreads) {
+        RowState& state = s.rows[row];
+        state.previous = static_cast<uint32_t>(anchor(p, row));
+        if constexpr (kSampled) {
+            const uint64_t key = noise_key(p, row);
+            state.key0 = static_cast<uint32_t>(key);
+            state.key1 = static_cast<uint32_t>(key >> 32);
+            state.slot = static_cast<uint32_t>(noise_slot(p, row));
+            state.offset = static_cast<uint32_t>(noise_offset(p, row));
+            state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
+            state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : 0.0f;
+        }
+    }
+}
+
+__device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int step) {
+    return {row.key0, row.key1, row.slot, static_cast<uint32_t>(step), row.offset};
+}
+
+// Noise doesn't depend on the token, so that of the next pass is drawn while this one's exchange is under way.
+__device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+    const int quads = p.tiles_per_cta * (kTileRows / 4);
+    const uint32_t first_quad = (p.shard_start + cta.first_row) / 4;
+    float4* noise = reinterpret_cast<float4*>(s.noise);
+    int request = 0, quad = threadIdx.x;
+    for (;;) {
+        while (quad >= quads) quad -= quads, ++request;
+        if (request >= pass.requests) return;
+        const RowState& row = s.rows[pass.first_row + request];
+        if (row.temperature > 0.0f) noise[request * quads + quad] = noise_stream(row, pass.step).approximate(first_quad + quad);
+        quad += kThreads;
+    }
+}
+
+}  // namespace tpw

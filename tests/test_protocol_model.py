@@ -98,7 +98,7 @@ def program(variant: Variant, blocks: tuple[Block, ...], rank: int, cta: int, wa
             if aggregates:
                 yield Await(tuple(slot(other, step) for other in range(CTAS)))
                 yield Store(tuple(result(peer, rank, step) for peer in range(RANKS)))
-        if aggregates:
+        if row < block.valid_rows and (aggregates or cta == 0):
             yield Await(tuple(result(rank, peer, block.gamma - 1) for peer in range(RANKS)))
         yield Barrier(launch=True)
 

@@ -71,6 +71,7 @@ class TestFromATable:
         changed = changes({"driver": "580", "CUDA": "13.0", "date": "x"}, {"driver": "590", "CUDA": "13.0"})
         assert changed == "since then: driver 580 → 590"
         assert changes({"driver": "580", "date": "x"}, {"driver": "580"}) == ""
+        assert changes({"driver": "580"}, {"driver": None}) == ""  # not known here
         assert Selector(MACHINE, CROSSING, KERNELS, changed)(8, 7, False, "sharded").provenance.endswith(changed)
 
     def test_a_second_call_looks_nothing_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +164,7 @@ class TestAgreement:
         assert answers[0] == answers[1]
         assert answers[0][0].name == "int8"
         assert answers[0][0].provenance.startswith("measured 2026-11-29 on 2× CPU")
-        assert "since then: driver 580 → " in answers[0][0].provenance
+        assert "; since then: torch None → " in answers[0][0].provenance
 
     def test_ranks_that_would_choose_differently_all_say_so(
         self, tmp_path: Path, rank_pool: Callable[[int], RankPool]

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from tp_walk import bench
+from tp_walk import bench, crossover_cli
 from tp_walk.config import ROUNDINGS, Rounding, settings
 from tp_walk.doctor import RankReport, Report, examine
 from tp_walk.errors import WalkError
@@ -96,6 +96,8 @@ def compile_ahead(
 
 
 main.add_command(bench.main)
+main.add_command(crossover_cli.crossover)
+main.add_command(crossover_cli.plan)
 
 
 def _print_report(report: Report) -> None:

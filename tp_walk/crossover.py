@@ -50,11 +50,14 @@ class Request:
 
 
 def measure(
-    request: Request, progress: Callable[[PlanTable, int, int], None] = lambda table, done, total: None
+    request: Request,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> PlanTable:
     """Measures on the ranks of `dist.group.WORLD` (gloo), or on this process alone; a collective.
 
-    progress: told the table so far, how many sizes are done, and of how many; on rank 0.
+    progress: told how many sizes are done, and of how many; on rank 0. should_stop: asked between sizes; when any
+    rank's says so, what was measured until then is the result.
 
     Raises:
         WalkError: the ranks or their GPUs failed; alike on every rank. What was measured by then is in the files.
@@ -78,12 +81,14 @@ def measure(
         )
         timer = resources.enter_context(BlockTimer(group, ranks.device))
         for done, walk in enumerate(walks, start=1):
+            if any(group.all_gather_object(should_stop())):
+                break
             row = _measure_size(walk, workload, timer, request.iterations)
             table = PlanTable(machine, provenance, sorted([*table.rows, row], key=lambda one: one.place))
             if group.rank == 0:
                 for path in request.out:
                     table.merged_over(older[path]).write(path)
-                progress(table, done, len(walks))
+                progress(done, len(walks))
     return table
 
 

@@ -218,6 +218,17 @@ def shipped_tables() -> list[PlanTable]:
     return [PlanTable.read(path) for path in sorted(SHIPPED_DIR.glob("*.json"))]
 
 
+def known_tables() -> list[PlanTable]:
+    """The user's own tables, of whatever machines, then the shipped ones."""
+    own = []
+    for path in sorted((settings().data_dir / "crossover").glob("*.json")):
+        try:
+            own.append(PlanTable.read(path))
+        except (OSError, WalkInputError) as error:
+            logger.warning("%s; it is ignored", error)
+    return own + shipped_tables()
+
+
 def software() -> dict[str, str | None]:
     """What a table records of the software that it was measured on: driver, CUDA, torch and the kernels' source."""
     here = environment()

@@ -121,18 +121,26 @@ def select_here(shape: WalkShape, batch: int, gamma: int, sampled: bool, layout:
     Raises:
         PlanUnavailableError: there is no GPU here.
     """
+    machine = machine_here(shape)
+    table = find_table(machine)
+    selector = Selector(machine, table, EXECUTORS, "" if table is None else changes(table.provenance, software()))
+    return selector(batch, gamma, sampled, layout or ("sharded" if shape.world_size > 1 else "full"))
+
+
+def machine_here(shape: WalkShape) -> Machine:
+    """The machine of a group to come, of this host's GPUs.
+
+    Raises:
+        PlanUnavailableError: there is no GPU here.
+    """
     if not torch.cuda.is_available():
-        raise PlanUnavailableError("torch finds no CUDA device here, so there is nothing to select a plan for")
+        raise PlanUnavailableError("torch finds no CUDA device here")
     gpus = [gpu_of(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     own = gpus[torch.cuda.current_device()]
     link = _worst(_link(own, peer) for peer in gpus if peer != own) if len(gpus) > 1 else "unknown"
-    machine = Machine(
+    return Machine(
         own.name, shape.world_size, link if shape.world_size > 1 else "none", shape.vocab_size, shape.markov_rank
     )
-    table = find_table(machine)
-    changed = "" if table is None else changes(table.provenance, software())
-    selector = Selector(machine, table, EXECUTORS, changed)
-    return selector(batch, gamma, sampled, layout or ("sharded" if shape.world_size > 1 else "full"))
 
 
 def machine_of(group: WalkGroup, device: torch.device, shape: WalkShape) -> Machine:
@@ -151,7 +159,9 @@ def machine_of(group: WalkGroup, device: torch.device, shape: WalkShape) -> Mach
 
 def changes(then: Mapping[str, str | None], now: Mapping[str, str | None]) -> str:
     """What of a table's software has changed since, in words; its date aside."""
-    changed = [f"{name} {then.get(name)} → {value}" for name, value in now.items() if then.get(name) != value]
+    changed = [
+        f"{name} {then.get(name)} → {value}" for name, value in now.items() if value not in (None, then.get(name))
+    ]
     return f"since then: {', '.join(changed)}" if changed else ""
 
 

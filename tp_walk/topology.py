@@ -8,6 +8,7 @@ trying.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ import torch
 from tp_walk.config import settings
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.group import WalkGroup
+
+# A GPU that does no more than that is called idle; NVML averages over up to a second.
+_IDLE_PERCENT = 10
 
 # nvmlGpuP2PStatus_t, but for OK and unknown. Some of its names are spelt differently from one pynvml to the next.
 _P2P_OBSTACLES = {
@@ -105,6 +109,22 @@ def gpu_of(device: torch.device) -> Gpu:
                 with contextlib.suppress(nvml.NVMLError):  # GPUs that know no MIG refuse the question
                     is_mig = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
     return Gpu(uuid, properties.name, host_identity(), is_mig, driver)
+
+
+def other_use(gpu: Gpu) -> str | None:
+    """What else is going on on a GPU, in words, as far as NVML can tell; None when nothing is."""
+    with _nvml() as nvml:
+        handle = None if nvml is None else _handle(nvml, gpu.uuid)[0]
+        if nvml is None or handle is None:
+            return None
+        processes, percent = [], 0
+        with contextlib.suppress(nvml.NVMLError):
+            processes = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid != os.getpid()]
+        with contextlib.suppress(nvml.NVMLError):
+            percent = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    if processes:
+        return f"processes {', '.join(map(str, processes))} run on it"
+    return f"it is {percent} % busy" if percent > _IDLE_PERCENT else None
 
 
 def link_between(own: Gpu, peer: Gpu) -> Link:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ptx_access import Access, accesses, compile_to_ptx
 
 from tp_walk import jit, kernels, pair_test, timing
 from tp_walk.mailbox import MailboxLayout
-from tp_walk.placement import place
 from tp_walk.status import STATUS_FIELDS
 
 LAYOUT = MailboxLayout(world_size=2, max_batch=64, num_ctas=132)
@@ -38,18 +38,23 @@ def region_of(offset: int) -> str:
     return max((start, name) for name, (start, _) in REGIONS.items() if start <= offset)[1]
 
 
-def walk_macros(*, int8: bool, sampled: bool) -> dict[str, int]:
-    placement = place(
-        int8=int8,
-        markov_rank=256,
-        rows=75_968,
-        max_batch=LAYOUT.max_batch,
-        num_sms=LAYOUT.num_ctas,
-        shared_limit=232_448,
-        sampled=sampled,
-        base_bytes=2,
+def walk_macros(*, int8: bool = False, sampled: bool = False, logits: str = "none", groups: int = 1) -> dict[str, int]:
+    """Of one of the kernels that a runtime of 2 ranks loads."""
+    (macros,) = (
+        one.macros
+        for one in kernels.specialisations(
+            int8=int8,
+            markov_rank=256,
+            rows=75_968,
+            world_size=LAYOUT.world_size,
+            max_batch=LAYOUT.max_batch,
+            rounding="engine",
+            num_sms=LAYOUT.num_ctas,
+            shared_limit=232_448,
+        )
+        if (one.sampled, one.logits, one.column_groups) == (sampled, logits, groups)
     )
-    return kernels.walk_macros(placement, LAYOUT, "engine", base_fp32=False, sampled=sampled, logits="none")
+    return macros
 
 
 def walk_pointers() -> dict[int, str]:
@@ -97,9 +102,13 @@ def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     return mailbox_faults(found) + status_faults(found)
 
 
-@pytest.mark.parametrize(("int8", "sampled"), [(False, False), (False, True), (True, False)])
-def test_walk_touches_mailboxes_as_the_model_does(int8: bool, sampled: bool) -> None:
-    assert walk_faults(jit.csrc_dir(), walk_macros(int8=int8, sampled=sampled)) == []
+@pytest.mark.parametrize(
+    "kernel",
+    [{}, {"groups": 2}, {"sampled": True, "logits": "local", "groups": 2}, {"int8": True}],
+    ids=str,
+)
+def test_walk_touches_mailboxes_as_the_model_does(kernel: dict[str, Any]) -> None:
+    assert walk_faults(jit.csrc_dir(), walk_macros(**kernel)) == []
 
 
 def test_the_pair_self_test_uses_the_walks_instructions() -> None:
@@ -171,4 +180,4 @@ def test_a_weaker_access_is_found(tmp_path: Path, file: str, right: str, wrong: 
     source = (folder / file).read_text()
     assert right in source, "the mutation has nothing to change any more"
     (folder / file).write_text(source.replace(right, wrong))
-    assert fault in walk_faults(folder, walk_macros(int8=False, sampled=False))
+    assert fault in walk_faults(folder, walk_macros())

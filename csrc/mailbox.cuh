@@ -19,7 +19,8 @@
 //   result k -> k+2                 same place, two steps on. A rank publishes k+2 after results k+1 of all ranks; those
 //                                   need a slot k+1 of each CTA, which that CTA stores after it has read the results of k
 //   result, header, block n -> n+2  a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
-//                                   even when no row is valid), and a peer stores that after its launch n is complete
+//                                   even when no row is valid), and a peer stores that after its launch n is complete.
+//                                   Results are protected twice: by this, and by their aggregators' wait for headers
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:

@@ -147,7 +147,7 @@ class TestCrossoverCommand:
             pytest.skip("there are GPUs")
         result = invoke(crossover_cli.crossover, "--nproc", "2")
         assert result.exit_code == 1
-        assert "needs 2 CUDA devices, and torch finds 0 here" in result.output
+        assert "--nproc 2 needs as many CUDA devices, and torch finds 0 here" in result.output
 
     def test_busy_gpus_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -203,7 +203,7 @@ def _check_gpus(nproc: int, force: bool) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < nproc:
         raise click.ClickException(
-            f"measuring with {nproc} ranks needs {nproc} CUDA devices, and torch finds {count} here; "
+            f"measuring with --nproc {nproc} needs as many CUDA devices, and torch finds {count} here; "
             "`tp-walk plan --gpu MODEL` answers from the tables of other machines"
         )
     for index in range(nproc):

@@ -1,0 +1,116 @@
+"""How much slower than the best plan is the one that auto_select takes?
+
+Plans are selected from the tables that come with the package. A second, independent measuring run, at batches that the
+first didn't measure too, says what the selected plan and the best one really take. Regret is the ratio of the two.
+
+    python experiments/regret.py --second FOLDER
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+
+from tp_walk.plan_table import SHIPPED_DIR, PlanTable, Row, load
+from tp_walk.results import Column, ResultTable
+from tp_walk.selection import Selector
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+COLUMNS = (
+    Column("where", "table"),
+    Column("mode", "mode"),
+    Column("layout", "base logits"),
+    Column("sizes", "sizes"),
+    Column("mean", "mean regret", 3),
+    Column("worst", "worst regret", 3),
+    Column("worst_at", "at"),
+    Column("not_best", "another plan was faster"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One size: what was selected from the first run, what was best in the second, and the ratio of their times."""
+
+    row: Row
+    selected: str
+    best: str
+    regret: float
+
+
+def choices(first: PlanTable, second: PlanTable) -> list[Choice]:
+    """The choice at each size of the second run, among the plans that ran there."""
+    found = []
+    for row in second.rows:
+        if row.plans:
+            selected = Selector(first.machine, first, row.plans)(
+                row.batch, row.gamma, row.mode == "sampled", row.layout
+            ).name
+            best = min(row.plans, key=lambda name: row.plans[name].us)
+            found.append(Choice(row, selected, best, row.plans[selected].us / row.plans[best].us))
+    return found
+
+
+def summary(where: str, found: Sequence[Choice]) -> dict[str, Any]:
+    """A row of the result: mean and worst regret of some choices."""
+    worst = max(found, key=lambda choice: choice.regret)
+    row = worst.row
+    return {
+        "where": where,
+        "mode": _common(choice.row.mode for choice in found),
+        "layout": _common(choice.row.layout for choice in found),
+        "sizes": len(found),
+        "mean": mean(choice.regret for choice in found),
+        "worst": worst.regret,
+        "worst_at": f"batch {row.batch}, γ {row.gamma}: {worst.selected}, best {worst.best}",
+        "not_best": sum(choice.selected != choice.best for choice in found),
+    }
+
+
+def _common(values: Iterable[str]) -> str:
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else "all"
+
+
+@click.command()
+@click.option("--first", type=click.Path(exists=True, file_okay=False, path_type=Path), default=SHIPPED_DIR)
+@click.option("--second", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS / "regret.json")
+def main(first: Path, second: Path, out: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    everything: list[Choice] = []
+    environment: dict[str, str | int | float | bool | None] = {}
+    for path in sorted(second.glob("*.json")):
+        judge = PlanTable.read(path)
+        table = load(first / path.name, judge.machine)
+        if table is None:
+            raise click.ClickException(f"{first} has no {path.name}")
+        found = choices(table, judge)
+        everything += found
+        environment |= {"GPU": judge.machine.gpu, **judge.provenance}
+        for mode, layout in dict.fromkeys((choice.row.mode, choice.row.layout) for choice in found):
+            part = [choice for choice in found if (choice.row.mode, choice.row.layout) == (mode, layout)]
+            rows.append(summary(str(judge.machine), part))
+    if not everything:
+        raise click.ClickException(f"{second} holds no tables")
+    rows.append(summary("all", everything))
+    result = ResultTable(
+        "Regret of auto_select: time of the selected plan over that of the best",
+        "Selected from the shipped tables; both times are from a second measuring run, which also has batches that the "
+        "first didn't measure.",
+        environment,
+        COLUMNS,
+        rows,
+    )
+    result.write(out)
+    click.echo(result.to_markdown())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""What the experiments conclude from measured tables: regret, and where one plan overtakes another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import overtaking
+import pytest
+import regret
+from click.testing import CliRunner
+from test_plan_table import CROSSING, MACHINE, row, table
+
+from tp_walk.plan_table import PlanTable, Row
+from tp_walk.results import ResultTable
+
+
+def test_regret_is_the_second_runs_time_of_the_first_runs_choice() -> None:
+    second = table(row(8, tp_bf16=30.0, int8=40.0), row(12, tp_bf16=30.0, int8=40.0), row(16, tp_bf16=30.0, int8=40.0))
+    found = regret.choices(CROSSING, second)
+    assert [(choice.selected, choice.best) for choice in found] == [
+        ("int8", "tp_bf16"),
+        ("tp_bf16", "tp_bf16"),
+        ("tp_bf16", "tp_bf16"),
+    ]
+    assert found[0].regret == pytest.approx(4 / 3)
+    line = regret.summary("here", found)
+    assert (line["sizes"], line["not_best"]) == (3, 1)
+    assert line["mean"] == pytest.approx((4 / 3 + 2) / 3)
+    assert line["worst"] == pytest.approx(4 / 3)
+    assert line["worst_at"] == "batch 8, γ 7: int8, best tp_bf16"
+
+
+def test_only_plans_that_ran_in_the_second_run_are_selected() -> None:
+    (choice,) = regret.choices(CROSSING, table(row(8, tp_bf16=30.0)))
+    assert (choice.selected, choice.regret) == ("tp_bf16", 1.0)
+
+
+def test_the_regret_of_folders(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        CROSSING.write(tmp_path / folder / MACHINE.file_name)
+    arguments = ["--first", str(tmp_path / "first"), "--second", str(tmp_path / "second"), "--out", str(tmp_path / "o")]
+    assert CliRunner().invoke(regret.main, arguments, catch_exceptions=False).exit_code == 0
+    lines = ResultTable.read(tmp_path / "o").rows
+    assert [(line["where"], line["mode"], line["mean"]) for line in lines] == [
+        (str(MACHINE), "greedy", 1.0),
+        ("all", "greedy", 1.0),
+    ]
+    (tmp_path / "first" / MACHINE.file_name).unlink()
+    assert "has no nvidia-h200-x2" in CliRunner().invoke(regret.main, arguments).output
+
+
+def test_overtaking_counts_from_where_it_lasts() -> None:
+    int8 = {1: 30.0, 2: 50.0, 4: 40.0, 8: 60.0, 16: 90.0}
+    tp_bf16 = {1: 40.0, 2: 40.0, 4: 40.0, 8: 50.0, 16: 60.0, 32: 70.0}
+    found = overtaking.overtaking(int8, tp_bf16)
+    assert found["overtakes"] == 8
+    assert found["least"] == pytest.approx(20.0)
+    assert found["most"] == pytest.approx(50.0)
+    assert found["ratios"] == "1: 0.75, 2: 1.25, 4: 1.00, 8: 1.20, 16: 1.50"
+
+
+def test_what_never_overtakes_says_so() -> None:
+    assert overtaking.overtaking({1: 30.0}, {1: 40.0})["overtakes"] is None
+
+
+def test_both_comparisons_come_from_the_tables(tmp_path: Path) -> None:
+    def write(machine: object, rows: list[Row]) -> None:
+        measured = PlanTable(machine, CROSSING.provenance, rows)  # type: ignore[arg-type]
+        measured.write(tmp_path / "tables" / measured.machine.file_name)
+
+    whole = [replace(one, layout="full") for one in (row(1, tp_bf16=41.0, int8=38.0), row(8, tp_bf16=42.0, int8=44.0))]
+    write(MACHINE, [row(1, tp_bf16=40.0, int8=60.0), row(8, tp_bf16=42.0, int8=84.0), *whole])
+    write(replace(MACHINE, world_size=1, link="none"), [replace(row(1, int8=33.0), layout="full")])
+    arguments = ["--tables", str(tmp_path / "tables"), "--out", str(tmp_path / "o")]
+    assert CliRunner().invoke(overtaking.main, arguments, catch_exceptions=False).exit_code == 0
+    lines = {line["base"]: line for line in ResultTable.read(tmp_path / "o").rows}
+    assert lines["whole"]["ratios"] == f"1: {33 / 41:.2f}"
+    assert lines["sharded"]["ratios"] == "1: 1.50, 8: 2.00"
+    assert lines["sharded"]["overtakes"] == 1

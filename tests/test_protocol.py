@@ -7,21 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 import pytest
-from cpu_exchange import (
-    Fault,
-    Launch,
-    LoseResult,
-    Outcome,
-    Reset,
-    SendWrongKey,
-    Sleep,
-    Walker,
-    anchors_of,
-    kill,
-    right_tokens,
-    run,
-    stop,
-)
+from cpu_exchange import Fault, Launch, Outcome, Reset, Walker, anchors_of, right_tokens, run
+from faults import LoseResult, SendWrongKey, Sleep, kill, stop
 
 from tp_walk.mailbox import MailboxLayout
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from fake_cuda import FakeRuntime, install
+from rank_pool import RankPool, outcome
 
 from tp_walk import jit, pair_test
-from tp_walk.errors import KernelError
+from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.group import WalkGroup
 from tp_walk.pair_test import PATTERNS, PairReport, PairResult
 from tp_walk.topology import Gpu, Link, Topology
 
@@ -69,6 +78,59 @@ def test_what_passed_is_remembered_by_pair_driver_boot_and_kernel(
         return pair_test._cache_path(Topology(gpus, TOPOLOGY.links), 0, peer, cubin)
 
     assert len({path(), path(driver="1"), path(host="2"), path(cubin=b"3"), path(peer=2)}) == 5
+
+
+# ---- meetings --------------------------------------------------------------------------------------------------------
+
+
+def _meetings(cache: str, faulty: tuple[int, int] | None, shared: bool) -> tuple[Any, list[int], int]:
+    """A self-test in which nothing is launched: its outcome, whom this rank met, and what is left allocated."""
+    group = WalkGroup(dist.group.WORLD, torch.device("cpu"), timeout_s=30.0)
+    gpus = tuple(replace(GPUS[0], uuid="one" if shared and rank < 2 else str(rank)) for rank in range(group.world_size))
+    links = tuple(Link("NVLink", 18) for _ in gpus)
+    met: list[int] = []
+
+    def exchange(*arguments: Any, region: int, lanes: int, rounds: int) -> tuple[PairReport, list[int]]:
+        peer = arguments[-1]
+        if region == 0:
+            met.append(peer)
+        code = 2 if faulty == (peer, group.rank) else 0
+        report = PairReport(code=code, verified=lanes * rounds, elapsed_ns=10**6, elapsed_cycles=10**6)
+        return report, [700 * round for round in range(rounds)]
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.contextmanager(install)(FakeRuntime(group.rank)) as cuda:
+        patch.setenv("TP_WALK_CACHE_DIR", cache)
+        patch.setattr(pair_test, "_load", lambda kernel, device: None)
+        patch.setattr(pair_test, "_exchange", exchange)
+        result = outcome(lambda: pair_test.check_pairs(group, Topology(gpus, links), group.device))
+        return result, met, len(cuda.allocated) + len(cuda.opened)
+
+
+def test_every_pair_meets_once_and_is_remembered(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    world = 3
+    for rank, (results, met, left) in enumerate(rank_pool(world)(_meetings, str(tmp_path), None, False)):
+        others = [other for other in range(world) if other != rank]
+        assert sorted(met) == others
+        assert results == [PairResult(other, pytest.approx(0.7), pytest.approx(0.7), PATTERNS) for other in others]
+        assert left == 0
+    again = rank_pool(world)(_meetings, str(tmp_path), None, False)
+    assert [met for _, met, _ in again] == [[]] * world
+
+
+def test_a_path_that_fails_is_refused_on_every_rank(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    seen = rank_pool(3)(_meetings, str(tmp_path), (0, 2), False)
+    assert {type(error) for error, _, _ in seen} == {PlanUnavailableError}
+    assert len({str(error) for error, _, _ in seen}) == 1
+    assert "the path from rank 0" in str(seen[0][0])
+    assert "to rank 2" in str(seen[0][0])
+    assert "NVLink x18" in str(seen[0][0])
+    assert [left for _, _, left in seen] == [0, 0, 0]
+    assert not list(tmp_path.glob("pair-*")), "nothing is remembered of a test that failed"
+
+
+def test_ranks_on_one_gpu_have_no_path_to_test(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
+    seen = rank_pool(3)(_meetings, str(tmp_path), None, True)
+    assert [sorted(met) for _, met, _ in seen] == [[2], [2], [0, 1]]
 
 
 def test_a_home_that_cant_be_written_to_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

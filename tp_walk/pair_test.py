@@ -21,7 +21,7 @@ import torch
 
 from tp_walk import jit
 from tp_walk.config import settings
-from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.errors import KernelError, PlanUnavailableError, WalkError
 from tp_walk.files import write_whole
 from tp_walk.group import WalkGroup
 from tp_walk.mailbox import WORD_BYTES, MailboxLayout
@@ -92,7 +92,7 @@ def macros() -> dict[str, int]:
 
 
 def check_pairs(group: WalkGroup, topology: Topology, device: torch.device, *, again: bool = False) -> list[PairResult]:
-    """Tests this rank's paths to all others; one result a peer. Collective.
+    """Tests this rank's paths to all others; one result a peer on another GPU. Collective.
 
     again: test even what has passed before.
 
@@ -104,31 +104,44 @@ def check_pairs(group: WalkGroup, topology: Topology, device: torch.device, *, a
     kernel = group.stage(
         "compilation of the pair self-test", lambda: jit.compile_kernel("pair_test.cu", "pair_test", macros())
     )
-    entries = {peer: _cache_path(topology, group.rank, peer, kernel.cubin) for peer in _peers(group)}
+    own = topology.gpus[group.rank]
+    # Ranks that share a GPU, as tests may, take turns on it: there is no path, and an exchange would take for ever.
+    peers = [rank for rank, gpu in enumerate(topology.gpus) if gpu.uuid != own.uuid]
+    entries = {peer: _cache_path(topology, group.rank, peer, kernel.cubin) for peer in peers}
     known = None if again else _read_cached(entries)
     if all(results is not None for results in group.all_gather_object(known)) and known is not None:
         return known
     buffer = PeerBuffer(group, 2 * group.world_size * _REGION_BYTES, device)
     try:
-        function = group.stage("loading of the pair self-test", lambda: _load(kernel, device))
-        results = []
-        # In meeting m ranks a and a ^ m test their path: each pair meets once, and the pairs of a meeting are disjoint.
-        for meeting in range(1, 1 << (group.world_size - 1).bit_length()):
-            peer = group.rank ^ meeting
-            group.barrier()
-            test = functools.partial(_test, function, group, topology, device, buffer, peer)
-            tested = group.stage("pair self-test", test)
-            if tested is not None:
-                results.append(tested)
-    finally:
-        buffer.close()
+        results = _meet(group, topology, device, kernel, buffer, peers)
+    except WalkError as error:
+        buffer.close_after(error)
+        raise
+    buffer.close()
     for result in results:
         _write_cached(entries[result.peer], result)
     return sorted(results, key=lambda result: result.peer)
 
 
-def _peers(group: WalkGroup) -> list[int]:
-    return [rank for rank in range(group.world_size) if rank != group.rank]
+def _meet(
+    group: WalkGroup,
+    topology: Topology,
+    device: torch.device,
+    kernel: jit.CompiledKernel,
+    buffer: PeerBuffer,
+    peers: list[int],
+) -> list[PairResult]:
+    """In meeting m ranks a and a ^ m test their path: each pair meets once, and the pairs of a meeting are disjoint."""
+    function = group.stage("loading of the pair self-test", lambda: _load(kernel, device))
+    results = []
+    for meeting in range(1, 1 << (group.world_size - 1).bit_length()):
+        peer = group.rank ^ meeting
+        group.barrier()
+        test = functools.partial(_test, function, group, topology, device, buffer, peer)
+        tested = group.stage("pair self-test", test if peer in peers else lambda: None)
+        if tested is not None:
+            results.append(tested)
+    return results
 
 
 def _load(kernel: jit.CompiledKernel, device: torch.device) -> Any:
@@ -139,9 +152,7 @@ def _load(kernel: jit.CompiledKernel, device: torch.device) -> Any:
 
 def _test(
     function: Any, group: WalkGroup, topology: Topology, device: torch.device, buffer: PeerBuffer, peer: int
-) -> PairResult | None:
-    if peer >= group.world_size:
-        return None
+) -> PairResult:
     timed, arrivals = _exchange(function, group, device, buffer, peer, region=0, lanes=1, rounds=HOPS)
     failure = timed.failure(HOPS)
     if failure is None:

@@ -72,7 +72,7 @@ class StoredTensor:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)` in memory of their own: the file can go, and no other row is read."""
-        with _opened(self.file) as handle:
+        with opened(self.file) as handle:
             stored = handle.get_slice(self.name)
             if tuple(stored.get_shape()) != self.shape or stored.get_dtype() != self.dtype:
                 was = f"{self.dtype} {list(self.shape)}, as when it was opened"
@@ -111,7 +111,8 @@ def find_head(path: Path) -> StoredHead:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
+    """A .safetensors file, open for reads of its tensors. Raises CheckpointError if it is missing or corrupt."""
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
@@ -180,7 +181,7 @@ def _is_map(name: str) -> bool:
 
 
 def _tensors_of(file: Path) -> dict[str, StoredTensor]:
-    with _opened(file) as handle:
+    with opened(file) as handle:
         slices = {name: handle.get_slice(name) for name in handle.keys() if _is_of_head(name)}  # noqa: SIM118
         return {n: StoredTensor(file, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
 

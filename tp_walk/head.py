@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from tp_walk.checkpoint import StoredTensor, find_head
 from tp_walk.errors import WalkInputError
+from tp_walk.files import write_whole
 
 
 class MarkovHead:
@@ -109,7 +109,6 @@ class MarkovHead:
             OSError: the directory can't be written to.
         """
         directory = Path(path)
-        directory.mkdir(parents=True, exist_ok=True)
         weights = {"markov_w1": self.w1, "markov_w2": self.w2_rows(0, self.vocab_size)}
         # Copies: safetensors refuses strided tensors, and two that share memory.
         tensors = {
@@ -127,18 +126,8 @@ class MarkovHead:
         if self.d2t is not None:
             tensors["d2t"] = self.d2t.cpu() - torch.arange(self.vocab_size)
             config["draft_vocab_size"] = self.vocab_size
-        _replace(directory / "model.safetensors", lambda file: save_file(tensors, file))
-        _replace(directory / "config.json", lambda file: file.write_text(json.dumps(config, indent=2) + "\n"))
-
-
-def _replace(file: Path, write: Callable[[Path], object]) -> None:
-    """Writes beside `file` and moves into place, so that a reader or another rank never sees half of it."""
-    partial = file.with_name(f".{os.getpid()}.{file.name}")
-    try:
-        write(partial)
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+        write_whole(directory / "model.safetensors", save(tensors))
+        write_whole(directory / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _check(w1: torch.Tensor, w2: torch.Tensor, d2t: torch.Tensor | None) -> None:

@@ -397,5 +397,27 @@ class Int8Executor(KernelExecutor):
     def __init__(self, context: ExecutorContext) -> None:
         super().__init__(context, world_size=1, rank=0, shard_start=0, shard_width=context.shape.vocab_size)
 
+    def walk(self, inputs: WalkInputs) -> None:
+        """The walk of one GPU on every rank. Base logits that lie sharded are gathered first: a collective."""
+        context = self._context
+        if not inputs.base_is_full:
+            local = inputs.base_logits[..., : context.shard.width]
+            widths = [shard.width for shard in context.shards]
+            base = context.group.all_gather_columns(local, widths, context.deadline.steady_s)
+            inputs = inputs._replace(base_logits=base, base_is_full=True)
+        if inputs.logits != "local" or inputs.logits_out is None or context.shape.world_size == 1:
+            super().walk(inputs)
+            return
+        # The kernel stores whole rows; of those that it stored, this rank keeps its own columns.
+        batch, gamma = inputs.tokens.shape
+        whole = inputs.logits_out.new_empty(batch, gamma, context.shape.vocab_size)
+        super().walk(inputs._replace(logits="full", logits_out=whole))
+        rows = torch.arange(batch, device=context.device)
+        stored = rows >= 0 if inputs.num_valid is None else rows < inputs.num_valid
+        if inputs.logits_rows == "sampled":
+            stored &= False if inputs.temperatures is None else inputs.temperatures > 0
+        own = whole[..., context.shard.start : context.shard.stop]
+        inputs.logits_out.copy_(torch.where(stored[:, None, None], own, inputs.logits_out))
+
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         return quantize_rows(context.head.w2_rows(0, context.shape.vocab_size).to(context.device))

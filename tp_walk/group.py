@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,16 @@ from tp_walk.errors import SetupError, WalkError, WalkInputError, WalkTimeout
 
 T = TypeVar("T")
 
+# Of the messages between two ranks, so that they don't meet the engine's own in the same group.
+_TAG = 0x7470
+
 
 class WalkGroup:
     """The ranks of a torch.distributed group, as tp_walk uses them; world 1 without one.
 
     Tensors travel on the device that the group's backend serves: NCCL takes them where they are, gloo takes copies on
-    the CPU. Methods are collectives: every rank calls them, in the same order.
+    the CPU. Methods are collectives: every rank calls them, in the same order. Once a rank didn't come they all raise,
+    at once: what it would have sent may still arrive, so the group is done for.
 
     Args:
         group: a torch.distributed process group, or None for a world of one.
@@ -36,6 +41,7 @@ class WalkGroup:
         self.device = device
         self.rank, self.world_size = 0, 1
         self._wire = torch.device("cpu")
+        self._lost: str | None = None
         if group is None:
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -106,6 +112,8 @@ class WalkGroup:
         """
         if self.world_size == 1:
             return tensor
+        if self._wire.type == "cpu":
+            return torch.stack(self._gather(tensor, timeout_s)).amax(0).to(tensor.device)
         reduced = tensor.to(self._wire, copy=True)
         self._wait(dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group, async_op=True), timeout_s)
         return reduced.to(tensor.device)
@@ -127,19 +135,60 @@ class WalkGroup:
             return [tensor]
         sent = tensor.to(self._wire).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.world_size)]
-        self._wait(dist.all_gather(received, sent, group=self._group, async_op=True), timeout_s)
+        if self._wire.type == "cpu":
+            received[self.rank] = sent
+            self._exchange(received, timeout_s)
+        else:
+            self._wait(dist.all_gather(received, sent, group=self._group, async_op=True), timeout_s)
         return received
 
+    def _exchange(self, tensors: list[torch.Tensor], timeout_s: float) -> None:
+        """Sends this rank's tensor to each peer and fills in theirs.
+
+        Pair by pair: gloo's collectives can't tell which rank it was that didn't come, and where one was given up they
+        hold a thread that the process then waits for at its end.
+        """
+        self._check_not_lost()
+        until = time.monotonic() + timeout_s
+        works: list[tuple[int, dist.Work]] = []
+        missing: dict[int, RuntimeError] = {}
+        for peer in range(self.world_size):
+            if peer == self.rank:
+                continue
+            try:
+                for work in (
+                    dist.irecv(tensors[peer], group=self._group, group_src=peer, tag=_TAG),
+                    dist.isend(tensors[self.rank], group=self._group, group_dst=peer, tag=_TAG),
+                ):
+                    assert work is not None  # as it is outside of the group alone
+                    works.append((peer, work))
+            except RuntimeError as error:
+                missing[peer] = error
+        for peer, work in works:
+            try:
+                work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
+            except RuntimeError as error:
+                missing.setdefault(peer, error)
+        if missing:
+            self._give_up(f"rank {', '.join(map(str, missing))}", timeout_s, next(iter(missing.values())))
+
     def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        if self._wire.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             work.wait()  # a host that blocks would break the capture; the wait becomes an edge of the graph
             return
+        self._check_not_lost()
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise WalkTimeout(
-                f"rank {self.rank} waited {timeout_s} s at most for the other {self.world_size - 1} ranks: {error}"
-            ) from error
+            self._give_up(f"the other {self.world_size - 1} ranks", timeout_s, error)
+
+    def _check_not_lost(self) -> None:
+        if self._lost is not None:
+            raise WalkTimeout(self._lost)
+
+    def _give_up(self, whom: str, timeout_s: float, cause: RuntimeError) -> NoReturn:
+        self._lost = f"rank {self.rank} waited {timeout_s} s at most for {whom}: {cause}"
+        raise WalkTimeout(self._lost) from cause
 
 
 def _class_of(error: Exception) -> type[WalkError]:

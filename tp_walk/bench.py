@@ -27,7 +27,7 @@ from rich.table import Table
 from tp_walk.config import LogitsMode
 from tp_walk.placement import WARP_SIZE, WARPS
 from tp_walk.ranks import run_ranks
-from tp_walk.results import Column, ResultTable, environment
+from tp_walk.results import Cell, Column, ResultTable, environment
 from tp_walk.timing import METHOD, BlockTimer, Timing
 from tp_walk.workload import REPLICATED, SHARDED, SHARDED_LOGITS, SINGLE, Ranks, Walk, Workload
 
@@ -45,20 +45,19 @@ MODES: dict[str, tuple[bool, LogitsMode]] = {
 EMPTY = "empty"
 ONE_GPU = "_1gpu"
 
-COLUMNS = (
-    Column("vocab_size", "V"),
-    Column("gamma", "γ"),
-    Column("batch", "batch"),
-    Column("mode", "mode"),
+
+_PLACE = (Column("vocab_size", "V"), Column("gamma", "γ"), Column("batch", "batch"), Column("mode", "mode"))
+_ON_ONE_RANK = (Column("tp_bf16_us", "tp_bf16"), Column("int8_us", "int8"), Column("torch_us", "torch"))
+_ON_SEVERAL_RANKS = (
     Column("tp_bf16_us", "tp_bf16"),
+    Column("int8_us", "int8, base gathered"),
     Column("int8_1gpu_us", "int8, 1 GPU"),
     Column("torch_1gpu_us", "torch, 1 GPU"),
     Column("torch_replicated_us", "torch, replicated"),
     Column("torch_sharded_us", "torch, sharded"),
     Column("torch_sharded_logits_us", "torch, sharded, step logits gathered"),
-    Column("speedup", "best rival / tp_bf16", 2),
-    Column("empty_us", "empty launch"),
 )
+_COMPARED = (Column("speedup", "best rival / tp_bf16", 2), Column("empty_us", "empty launch"))
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,8 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
     """
     ranks = Ranks.of_this_run()
     rows: list[dict[str, Any]] = []
-    table = ResultTable("Time of a block, µs", METHOD, environment(), COLUMNS, rows)
+    times = _ON_ONE_RANK if ranks.group is None else _ON_SEVERAL_RANKS
+    table = ResultTable("Time of a block, µs", METHOD, _environment(ranks), (*_PLACE, *times, *_COMPARED), rows)
     with ExitStack() as resources:
         started = time.monotonic()
         workloads = _Workloads(resources, options, ranks)
@@ -144,12 +144,20 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
             if ours.group.all_gather_object(time.monotonic() - started > options.budget_s)[0]:
                 break
             timer = timer or resources.enter_context(BlockTimer(ours.group, ranks.device))
-            rows.append(_measure(point, workloads, timer, options.iterations))
+            rows.append(_measure(point, workloads, timer, options.iterations) | {"not_held": ours.not_held})
             if ours.group.rank == 0:
                 if options.out is not None:
                     table.write(options.out)
                 progress(_line(rows[-1]))
     return table
+
+
+def _environment(ranks: Ranks) -> dict[str, Cell]:
+    found = environment()
+    if ranks.group is not None and ranks.device.type == "cuda":
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NVLink multicast"] = "off" if os.environ.get("NCCL_NVLS_ENABLE") == "0" else "as NCCL likes"
+    return found
 
 
 class _Workloads:
@@ -198,9 +206,9 @@ def _measure(point: Point, workloads: _Workloads, timer: BlockTimer, iterations:
 def _line(row: Mapping[str, Any]) -> str:
     times = {key.removesuffix("_us"): value for key, value in row.items() if key.endswith("_us")}
     medians = {name: value for name, value in times.items() if not name.endswith(("_p99", "_spread"))}
-    return f"V {row['vocab_size']:,} γ {row['gamma']} batch {row['batch']} {row['mode']}: " + ", ".join(
-        f"{name} {value:.1f}" for name, value in medians.items()
-    )
+    parts = [f"{name} {value:.1f}" for name, value in medians.items()]
+    parts += [f"{name} not timed: {reason}" for name, reason in row["refused"].items()]
+    return f"V {row['vocab_size']:,} γ {row['gamma']} batch {row['batch']} {row['mode']}: {', '.join(parts)}"
 
 
 def numbers(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -274,6 +282,8 @@ def _run_and_show(options: Options) -> None:
         for cells in result.cells():
             table.add_row(*cells)
         Console().print(table)
+        for name, why in (result.rows[-1]["not_held"] if result.rows else {}).items():
+            click.echo(f"{name} was not timed: {why}")
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def run_bench(options: Options, progress: Callable[[str], None] = lambda line: N
 def _environment(ranks: Ranks) -> dict[str, Cell]:
     found = environment()
     if ranks.group is not None and ranks.device.type == "cuda":
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         found["NVLink multicast"] = "off" if os.environ.get("NCCL_NVLS_ENABLE") == "0" else "as NCCL likes"
     return found
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tp_walk.errors import PlanUnavailableError, WalkInputError
-from tp_walk.plan_table import PlanTable, Row
+from tp_walk.plan_table import LAYOUTS, PlanTable, Row
 
 _COLOURS = {"tp_bf16": "#1f77b4", "int8": "#d62728", "int8_split": "#ff7f0e", "certified": "#2ca02c"}
 _RIVAL_STYLES = ("--", ":", "-.")
@@ -47,22 +48,28 @@ def plot(table: PlanTable, path: Path) -> None:
     if path.suffix not in (".png", ".svg"):
         raise WalkInputError(f"{path} can't be drawn: charts are .png or .svg files")
     panels: dict[tuple[str, str, int], list[Row]] = {}
-    for row in sorted(table.rows, key=lambda row: row.place):
+    for row in sorted(table.rows, key=lambda row: (LAYOUTS.index(row.layout), row.gamma, row.mode, row.batch)):
         panels.setdefault((row.layout, row.mode, row.gamma), []).append(row)
     if not panels:
         raise WalkInputError("the table has no rows to draw")
-    columns = max(1, len({gamma for _, _, gamma in panels}))
+    columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 3.6 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    figure = Figure(figsize=(5.2 * columns, 3.6 * lines + 0.8), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     for axis, ((layout, mode, gamma), rows) in zip(axes, panels.items(), strict=False):
         _draw(axis, rows)
         layout_text = "" if table.machine.world_size == 1 else f", base logits {layout}"
-        axis.set_title(f"{mode}, γ = {gamma}{layout_text}", fontsize=10)
+        axis.set_title(f"{'T = 1' if mode == 'sampled' else mode}, γ = {gamma}{layout_text}", fontsize=10)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     labels = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(
+        labels.values(),
+        labels.keys(),
+        loc="outside lower center",
+        ncols=min(len(labels), 2 * columns + 1),
+        frameon=False,
+    )
     figure.suptitle(f"{table.machine}", fontsize=11)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -79,7 +86,12 @@ def _draw(axis: Any, rows: list[Row]) -> None:
     for batch, _, new in crossings(rows):
         axis.axvline(batch, color="black", linewidth=0.8, linestyle=(0, (2, 2)))
         axis.annotate(
-            f"{new}\nfrom {batch:.0f}", (batch, 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=7
+            f" {new}\n from {math.ceil(batch)}",
+            (batch, 0.97),
+            xycoords=("data", "axes fraction"),
+            verticalalignment="top",
+            fontsize=8,
+            backgroundcolor=(1, 1, 1, 0.7),
         )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")

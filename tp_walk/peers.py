@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import torch
 
@@ -25,6 +26,7 @@ class StatusBlock:
     def __init__(self, device: torch.device) -> None:
         runtime = cuda_runtime()
         flags = runtime.cudaHostAllocMapped | runtime.cudaHostAllocPortable
+        self._lock = threading.Lock()  # threads that read, and one that closes
         with current_device(device):
             self._host: int | None = int(cuda_call("cudaHostAlloc", STATUS_BYTES, flags))
             self.clear()
@@ -32,10 +34,11 @@ class StatusBlock:
 
     def read(self) -> WalkStatus:
         """A host read, no synchronisation. The code is read before the rest, since the kernel writes it last."""
-        if self._host is None:
-            return WalkStatus()
-        code = ctypes.c_uint32.from_address(self._host).value
-        status = WalkStatus.decode(ctypes.string_at(self._host, STATUS_BYTES))
+        with self._lock:
+            if self._host is None:
+                return WalkStatus()
+            code = ctypes.c_uint32.from_address(self._host).value
+            status = WalkStatus.decode(ctypes.string_at(self._host, STATUS_BYTES))
         return status if code else WalkStatus(clamped_row=status.clamped_row, clamped_block=status.clamped_block)
 
     def clear(self) -> None:
@@ -44,7 +47,8 @@ class StatusBlock:
             ctypes.memset(self._host, 0, STATUS_BYTES)
 
     def close(self) -> None:
-        host, self._host = self._host, None
+        with self._lock:
+            host, self._host = self._host, None
         if host is not None:
             cuda_call("cudaFreeHost", host)
 

@@ -87,8 +87,7 @@ class ExecutorContext:
 
     head: the weights; rows of W2 only through `head.w2_rows`. w1 `[V_target(+), r]` bf16 and d2t `[V]` int64 or None
     are on `device` already, shared by all executors of the runtime.
-    shards: every rank's, in rank order; shard: this rank's. on_poison: called from a host thread, with the error, once
-    a failure is seen that no Python call is there to report.
+    shards: every rank's, in rank order; shard: this rank's.
     """
 
     head: MarkovHead
@@ -103,7 +102,6 @@ class ExecutorContext:
     max_gamma: int
     rounding: Rounding
     deadline: Deadline
-    on_poison: Callable[[Exception], None] | None
 
 
 class PlanExecutor(Protocol):

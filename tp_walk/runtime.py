@@ -24,6 +24,7 @@ from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, ExecutorContext
 from tp_walk.plan_table import Layout
 from tp_walk.selection import Selector, agree_on_selector, select_here
 from tp_walk.shard import Shard, check_shards, shard_bounds
+from tp_walk.watcher import Watcher
 
 _NOT_BUILT = "this version of tp_walk doesn't have it yet"
 
@@ -48,7 +49,8 @@ class WalkRuntime:
         plans: names of the plans to hold in memory; by default every one that can run here. The reference plans are
             always at hand; one that wasn't named takes its memory at its first walk.
         deadline: how long a rank waits for the others; Deadline() by default.
-        on_poison: called from a host thread with the error of a walk that failed where no Python call could report it.
+        on_poison: called from a host thread with the error of a walk that failed, once for each failure: a graph's
+            replay runs no Python that could raise it.
 
     Attributes:
         shard: this rank's rows of W2. world_size, rank: of the group. device: as chosen. logits_dtype: of the outputs.
@@ -116,7 +118,6 @@ class WalkRuntime:
             max_gamma=max_gamma,
             rounding=rounding,
             deadline=deadline,
-            on_poison=on_poison,
         )
         self._inputs = InputChecker(
             head.vocab_size, head.target_vocab_size, self.shard, max_batch, max_gamma, rounding, self.device
@@ -129,8 +130,10 @@ class WalkRuntime:
         try:
             self._hold(plans)
         except BaseException:
-            self._free()
+            with contextlib.suppress(WalkError):  # what went wrong first is what to tell
+                self._free()
             raise
+        self._watcher = None if on_poison is None else Watcher(self.check, on_poison)
         self.handle = next(_handles)
         _open[self.handle] = self
 
@@ -228,7 +231,7 @@ class WalkRuntime:
         """Raises the WalkTimeout or WalkMismatch of a failed walk. A host read: it waits for nothing."""
         if self._closed:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
-        for executor in self._executors.values():
+        for executor in list(self._executors.values()):  # a copy: the watcher's thread looks, too
             executor.check()
 
     def reset(self) -> None:
@@ -237,6 +240,14 @@ class WalkRuntime:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
         for executor in self._executors.values():
             executor.reset()
+
+    def standby(self) -> Plan:
+        """The plan to walk with while another has failed and waits for its reset: the one-GPU int8 where it is held,
+        which needs the other ranks for sharded base logits alone; else the definition, which needs them all.
+
+        It depends on what is held, not on what has failed, so every rank names the same, whatever it has noticed yet.
+        """
+        return Plan("int8" if "int8" in self._executors else "reference", provenance="stands in until reset()")
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction: "walks" by plan, "requests" and drafted "tokens" (padded rows count, too; graph
@@ -258,11 +269,16 @@ class WalkRuntime:
         )
         lines = [f"batch {batch}: {plan.name} ({plan.provenance})"]
         for name in PLAN_NAMES:
-            if name in self._executors:
-                expected = f", {times[name]:.1f} µs expected" if name in times else ""
-                lines.append(f"  {name}: held, {self._executors[name].memory_bytes() / 1e6:.1f} MB{expected}")
-            else:
+            executor = self._executors.get(name)
+            if executor is None:
                 lines.append(f"  {name}: {self._why_not_held(name)}")
+                continue
+            expected = f", {times[name]:.1f} µs expected" if name in times else ""
+            lines.append(f"  {name}: held, {executor.memory_bytes() / 1e6:.1f} MB{expected}")
+            try:
+                executor.check()
+            except WalkError as error:
+                lines[-1] += f"; failed: {error}; until reset(), walk with plan={self.standby().name!r}"
         return "\n".join(lines)
 
     def reload(self, head: MarkovHead) -> None:
@@ -300,10 +316,16 @@ class WalkRuntime:
             raise failure
 
     def close(self) -> None:
-        """Frees everything, together with the other ranks. Idempotent."""
+        """Frees everything, together with the other ranks. Idempotent.
+
+        Raises:
+            WalkTimeout: a rank is lost. What it may still map stays allocated; the rest is freed.
+        """
         if not self._closed:
             self._closed = True
             _open.pop(self.handle, None)
+            if self._watcher is not None:
+                self._watcher.stop()
             self._free()
 
     def __enter__(self) -> WalkRuntime:
@@ -391,8 +413,15 @@ class WalkRuntime:
         return self._named[plan]
 
     def _free(self) -> None:
+        """Closes every executor, also where one raises; then raises what the first one did."""
+        failure: WalkError | None = None
         while self._executors:
-            self._executors.popitem()[1].close()
+            try:
+                self._executors.popitem()[1].close()
+            except WalkError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 def auto_select(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,18 +201,21 @@ class _Fake:
     def walk(self, inputs: tp_walk.plan.WalkInputs) -> None:
         inputs.tokens.zero_()
 
+    def check(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> tp_walk.WalkRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[tp_walk.WalkRuntime]:
     """Holds what pretends to be tp_bf16 and int8, with a table measured on "this machine"."""
     for name in ("tp_bf16", "int8"):
         monkeypatch.setitem(EXECUTORS, name, lambda context, name=name: _Fake(name))
     rows = [replace(one, layout="full") for one in CROSSING.rows]
     PlanTable(_cpu_machine(1), CROSSING.provenance, rows).write(user_path(_cpu_machine(1)))
     head = tp_walk.MarkovHead(*(torch.zeros(300, 8, dtype=torch.bfloat16) for _ in range(2)))
-    return tp_walk.WalkRuntime(head, device="cpu", max_batch=64, max_gamma=7)
+    with tp_walk.WalkRuntime(head, device="cpu", max_batch=64, max_gamma=7) as made:
+        yield made
 
 
 class TestInARuntime:

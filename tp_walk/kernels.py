@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tp_walk import jit
 from tp_walk.config import Rounding
 from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.launch_order import LaunchOrder
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
 from tp_walk.peers import PeerMailboxes
 from tp_walk.placement import CONTROL_BYTES, MAX_GRID, TILE_ROWS, WARP_SIZE, WARPS, Placement, place, requests_of
@@ -179,12 +181,13 @@ def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
 class _Launch:
     """One specialisation, loaded, with its launch configuration filled in once."""
 
-    def __init__(self, kernel: jit.CompiledKernel, placement: Placement) -> None:
+    def __init__(self, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
         from cuda.bindings import driver
 
         self.placement = placement
         self._driver = driver
         self._function = kernel.load(placement.shared_bytes)
+        _check_co_resident(self._function, kernel, placement, num_sms)
         cooperative = driver.CUlaunchAttribute()
         cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         cooperative.value.cooperative = 1
@@ -204,6 +207,22 @@ class _Launch:
             raise KernelError(
                 f"launching the walk ({self._config.gridDimX} CTAs, {self._config.sharedMemBytes} bytes of shared memory each) failed: {status.name}"
             )
+
+
+def _check_co_resident(function: Any, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
+    from cuda.bindings import driver
+
+    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        function, WARPS * WARP_SIZE, placement.shared_bytes
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelError(f"the walk's occupancy isn't known: {status.name}")
+    if placement.grid > ctas * num_sms:
+        raise PlanUnavailableError(
+            f"the walk's {placement.grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them at "
+            f"once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {placement.shared_bytes} bytes of "
+            "shared memory a CTA"
+        )
 
 
 def _strided(tensor: torch.Tensor | None) -> tuple[int | None, int]:
@@ -270,10 +289,11 @@ class KernelExecutor:
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments_address = ctypes.addressof(self._arguments)
         self._plan_code = PLAN_NAMES.index(self.name)
+        self._order = LaunchOrder()
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
         self._launches = {
             (one.base_fp32, one.sampled, one.logits, one.column_groups): _Launch(
-                jit.compile_kernel("walk.cu", "walk", one.macros), one.placement
+                jit.compile_kernel("walk.cu", "walk", one.macros), one.placement, properties.multi_processor_count
             )
             for one in self._specialisations
         }
@@ -345,14 +365,23 @@ class KernelExecutor:
                 "sampled": int(sampled),
             }
         )
-        launch(self._arguments_address, torch.cuda.current_stream(self._context.device).cuda_stream)
+        stream = torch.cuda.current_stream(self._context.device)
+        self._order.before(stream)
+        launch(self._arguments_address, stream.cuda_stream)
+        self._order.after(stream)
         if gathers:
             widths = [shard.width for shard in self._context.shards]
             columns = self._context.group.all_gather_columns(logits_out, widths, self._context.deadline.steady_s)
             inputs.logits_out.copy_(columns)
+        # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
+        self.check()
 
     def check(self) -> None:
         self._mailboxes.check()
+
+    def clamped_anchor(self) -> tuple[int, int] | None:
+        status = self._mailboxes.status()
+        return (status.clamped_block, status.clamped_row) if status.clamped_block else None
 
     def reset(self) -> None:
         self._mailboxes.reset()

@@ -12,7 +12,7 @@ from tp_walk.group import WalkGroup
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.pair_test import check_pairs
 from tp_walk.peer_memory import PeerBuffer, cuda_call, cuda_runtime, current_device
-from tp_walk.status import STATUS_BYTES, WalkStatus
+from tp_walk.status import STATUS_BYTES, WalkCode, WalkStatus
 from tp_walk.topology import survey
 
 FIRST_BLOCK = 1
@@ -31,6 +31,11 @@ class StatusBlock:
             self._host: int | None = int(cuda_call("cudaHostAlloc", STATUS_BYTES, flags))
             self.clear()
             self.address = int(cuda_call("cudaHostGetDevicePointer", self._host, 0))
+
+    def has_failed(self) -> bool:
+        """A host read of one word, for every walk to make."""
+        with self._lock:
+            return self._host is not None and ctypes.c_uint32.from_address(self._host).value != WalkCode.OK
 
     def read(self) -> WalkStatus:
         """A host read, no synchronisation. The code is read before the rest, since the kernel writes it last."""
@@ -101,6 +106,8 @@ class PeerMailboxes:
 
     def check(self) -> None:
         """Raises WalkTimeout or WalkMismatch if a kernel has reported a failure. No synchronisation."""
+        if self._status is None or not self._status.has_failed():
+            return
         error = self.status().error(self._group.rank)
         if error is not None:
             raise error

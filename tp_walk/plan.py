@@ -105,7 +105,9 @@ class ExecutorContext:
 
 
 class PlanExecutor(Protocol):
-    """Runs one plan. All calls but `check` and `memory_bytes` are collectives, in the same order on every rank."""
+    """Runs one plan. All calls but those that ask (`memory_bytes`, `check`, `clamped_anchor`) are collectives, in the
+    same order on every rank.
+    """
 
     name: str
 
@@ -119,6 +121,10 @@ class PlanExecutor(Protocol):
 
     def check(self) -> None:
         """Raises WalkTimeout or WalkMismatch if the host can know of a failure. No device synchronisation."""
+        ...
+
+    def clamped_anchor(self) -> tuple[int, int] | None:
+        """Block and row of the last anchor out of range that the device clamped, as far as it tells; None if none."""
         ...
 
     def reset(self) -> None:

@@ -149,6 +149,9 @@ class ReferenceExecutor:
         if self._failure is not None:
             raise WalkTimeout(str(self._failure))
 
+    def clamped_anchor(self) -> tuple[int, int] | None:
+        return None  # the CPU refuses it, and on a GPU nobody looks
+
     def reset(self) -> None:
         """Raises WalkTimeout on every rank if a rank failed: a late rank's messages may still be in the group."""
         self._context.group.vote(f"reset of {self.name}", self._failure)

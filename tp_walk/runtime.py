@@ -251,13 +251,16 @@ class WalkRuntime:
 
     def stats(self) -> dict[str, Any]:
         """Counts since construction: "walks" by plan, "requests" and drafted "tokens" (padded rows count, too; graph
-        replays run no Python and don't); "memory_bytes" by plan held; "not_held", the other plans with the reason.
+        replays run no Python and don't); "memory_bytes" by plan held; "not_held", the other plans with the reason;
+        "clamped_anchors", by plan the (block, row) of the last anchor out of range, which a kernel clamps.
         """
+        clamped = {name: executor.clamped_anchor() for name, executor in self._executors.items()}
         return {
             "walks": dict(self._walks),
             "requests": self._requests,
             "tokens": self._drafted,
             "memory_bytes": {name: executor.memory_bytes() for name, executor in self._executors.items()},
+            "clamped_anchors": {name: place for name, place in clamped.items() if place is not None},
             "not_held": {name: self._why_not_held(name) for name in PLAN_NAMES if name not in self._executors},
         }
 

@@ -39,6 +39,8 @@ BASE_SHARE = 0.25
 LEAST_COUNT = 2
 # Added to every id's count, so that one which the corpus lacks has a logit.
 UNSEEN = 0.01
+# γ that the checkpoint names; bigrams serve any.
+BLOCK_SIZE = 7
 # Extra columns and rounds of the randomised decomposition.
 OVERSAMPLING, ROUNDS = 32, 4
 
@@ -88,7 +90,7 @@ def truncated_svd(matrix: Any, rank: int) -> tuple[Floats, Floats, Floats]:
     return np.pad((basis @ u)[:, :kept], padding), np.pad(s[:kept], padding[1]), np.pad(vt[:kept].T, padding)
 
 
-def fit_head(stream: Stream, vocab_size: int, rank: int, gamma: int) -> MarkovHead:
+def fit_head(stream: Stream, vocab_size: int, rank: int) -> MarkovHead:
     """The head of a stream's bigrams; tokens that the stream lacks have zero rows."""
     from scipy import sparse
 
@@ -104,7 +106,7 @@ def fit_head(stream: Stream, vocab_size: int, rank: int, gamma: int) -> MarkovHe
     ids = torch.from_numpy(stream.ids)
     w1[ids] = torch.from_numpy(u * np.sqrt(s) / row_weight[:, None]).bfloat16()
     w2[ids] = torch.from_numpy(v * np.sqrt(s) / column_weight[:, None]).bfloat16()
-    return MarkovHead(w1, w2, block_size=gamma)
+    return MarkovHead(w1, w2, block_size=BLOCK_SIZE)
 
 
 def fit_base(
@@ -159,7 +161,7 @@ def fit_text_head(files: Sequence[Path], directory: Path, rank: int, gamma: int,
     stream = Stream.of(train)
     size = f"{len(stream.tokens):,} tokens of {len(stream.ids):,} kinds"
     report(f"fitting a head of rank {rank} to {size}")
-    head = fit_head(stream, VOCAB_SIZE, rank, gamma)
+    head = fit_head(stream, VOCAB_SIZE, rank)
     report(f"counting what follows at 1 to {gamma} places")
     base = fit_base(stream, VOCAB_SIZE, gamma, held_out, f"{corpus}, {size}")
     base.write(directory)

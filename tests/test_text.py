@@ -103,7 +103,7 @@ def test_truncated_svd(rows: int, columns: int, rank: int) -> None:
 
 def test_the_head_is_the_information_of_its_bigrams() -> None:
     documents = documents_of_two_kinds()
-    head = text_head.fit_head(text_head.Stream.of(documents), V, 16, 7)
+    head = text_head.fit_head(text_head.Stream.of(documents), V, 16)
     assert (head.vocab_size, head.markov_rank, head.block_size) == (V, 16, 7)
     counts = torch.zeros(V, V, dtype=torch.float64)
     for document in documents:

@@ -37,6 +37,11 @@ class BlindBaseFit:
     held_out: list[torch.Tensor]
     description: str
 
+    @property
+    def max_gamma(self) -> int:
+        """The most steps that the base was fitted for."""
+        return (len(self.starts) - 1) // len(self.background)
+
     def write(self, directory: Path) -> None:
         """Writes `blind_base.safetensors` into the directory; a reader never sees half of it."""
         lengths = torch.tensor([0] + [len(document) for document in self.held_out])
@@ -80,8 +85,7 @@ class BlindBase:
     """
 
     def __init__(self, fit: BlindBaseFit, shard: Shard, device: torch.device) -> None:
-        self.vocab_size = len(fit.background)
-        self.max_gamma = (len(fit.starts) - 1) // self.vocab_size
+        self.vocab_size, self.max_gamma = len(fit.background), fit.max_gamma
         self._background = fit.background[shard.start : shard.stop].bfloat16().to(device)
         inside = (fit.ids >= shard.start) & (fit.ids < shard.stop)
         kept_before = torch.zeros(len(inside) + 1, dtype=torch.int64)

@@ -85,7 +85,11 @@ class WalkGroup:
             return
         classes = {kind for kind, _ in failed.values()}
         kind = classes.pop() if len(classes) == 1 else SetupError
-        causes = "; ".join(f"rank {rank}: {cause}" for rank, (_, cause) in failed.items())
+        # A cause that ranks share, such as a file that none of them can read, is told once.
+        ranks: dict[str, list[str]] = {}
+        for rank, (_, cause) in failed.items():
+            ranks.setdefault(cause, []).append(str(rank))
+        causes = "; ".join(f"rank{'s' * (len(on) > 1)} {', '.join(on)}: {cause}" for cause, on in ranks.items())
         raise kind(f"{stage} failed on {causes}") from error
 
     def stage(self, name: str, action: Callable[[], T]) -> T:

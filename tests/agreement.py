@@ -20,13 +20,15 @@ def noise_of(problem: Problem, device: torch.device | str = "cpu") -> tp_walk.No
     return tp_walk.Noise(torch.tensor(problem.keys, device=device), torch.tensor(problem.offsets, device=device), rows)
 
 
-def check_problem(problem: Problem, plan: str, device: torch.device | str = "cpu", layout: str = "full") -> None:
-    """Walks the problem on this rank, as part of the world if there is one; tokens, logits and offsets must be the
-    oracle's to the bit, log-sum-exps to float32's precision. layout: "full", or "sharded" base logits with a padded
-    tail.
+def check_problem(
+    problem: Problem, plan: str, device: torch.device | str = "cpu", layout: str = "full", alone: bool = False
+) -> None:
+    """Walks the problem on this rank, as part of the world if there is one and it isn't to be `alone`; tokens, logits
+    and offsets must be the oracle's to the bit, log-sum-exps to float32's precision. layout: "full", or "sharded" base
+    logits with a padded tail.
     """
     right = solve(problem, int8="int8" in plan)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size() if dist.is_initialized() and not alone else 1
     batch, gamma, _ = problem.base.shape
     base = torch.tensor(problem.base, dtype=torch.float32 if problem.rounding == "none" else torch.bfloat16).to(device)
     anchors = torch.tensor(problem.anchors, device=device)

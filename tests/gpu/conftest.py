@@ -1,0 +1,44 @@
+"""What the GPU tests share: ranks that stay alive, and their kernels compiled by all cores at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from rank_pool import RankPool
+from walk_lab import SHAPES
+
+from tp_walk import jit, precompile
+
+
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Fills the cache with what SHAPES need: a process compiles one kernel at a time, and ranks would do it in turn."""
+    properties = torch.cuda.get_device_properties(0)
+    target = precompile.Target(
+        jit.default_arch(), properties.multi_processor_count, properties.shared_memory_per_block_optin
+    )
+    worlds = [1, 2] if torch.cuda.device_count() > 1 else [1]
+    jobs = {
+        (job.source, job.macros): job
+        for shape in SHAPES
+        for job in precompile.jobs(shape.vocab_size, shape.markov_rank, worlds, 64, shape.roundings, target)
+    }
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        list(pool.map(partial(_compile, arch=target.arch), jobs.values()))
+
+
+def _compile(job: precompile.Job, arch: str) -> None:
+    job.compile(arch)
+
+
+@pytest.fixture(scope="session")
+def ranks(rank_pool: Callable[[int], RankPool], kernels: None) -> Iterator[RankPool]:
+    """A rank on each of two GPUs, or on the one that is here. A walk of a world of one is run by each of them alone."""
+    return rank_pool(min(2, torch.cuda.device_count()))

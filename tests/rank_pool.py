@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,10 @@ class RankPool:
     """`pool(function, *arguments)` calls a module's function on every rank and returns the results in rank order.
 
     Ranks find their group as `dist.group.WORLD`. A rank that raises makes the call raise, with its traceback. After a
-    hang the ranks are killed and the pool is done for.
+    hang the ranks are killed and the pool is done for. environments: by rank, what its environment has besides.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environments: Sequence[Mapping[str, str]] = ()) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
@@ -34,7 +36,8 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, store.as_uri(), rank, world_size), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, environments[rank] if environments else {}):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)

@@ -12,7 +12,7 @@ import torch
 from tp_walk import jit
 from tp_walk.config import Rounding
 from tp_walk.errors import KernelError, PlanUnavailableError
-from tp_walk.launch_order import LaunchOrder
+from tp_walk.launch_order import launch_order
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
 from tp_walk.peers import PeerMailboxes
 from tp_walk.placement import CONTROL_BYTES, MAX_GRID, TILE_ROWS, WARP_SIZE, WARPS, Placement, place, requests_of
@@ -289,7 +289,7 @@ class KernelExecutor:
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments_address = ctypes.addressof(self._arguments)
         self._plan_code = PLAN_NAMES.index(self.name)
-        self._order = LaunchOrder()
+        self._order = launch_order(context.device)
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
         self._launches = {
             (one.base_fp32, one.sampled, one.logits, one.column_groups): _Launch(

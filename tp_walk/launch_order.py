@@ -1,6 +1,8 @@
-"""One walk of a runtime in flight at a time, whatever streams they are launched on."""
+"""One walk in flight on a GPU at a time, whatever runtime it is of and whatever stream it is launched on."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
@@ -8,8 +10,9 @@ import torch
 class LaunchOrder:
     """Makes each launch wait for the one before it, where that was on another stream.
 
-    Two walks at once would share mailboxes and block number. What a graph captures can't wait for anything outside of
-    it: two graphs that are replayed at once, or one beside an eager walk, are found out on the device.
+    Two walks of one runtime at once would share mailboxes and block number. Those of two runtimes could start in
+    another order on another rank: each GPU, full of the CTAs of one, would wait for the other's. What a graph captures
+    can't wait for anything outside of it: the order of replays is up to the caller.
     """
 
     def __init__(self) -> None:
@@ -30,3 +33,9 @@ class LaunchOrder:
             self._launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._launched.record(stream)
         self._last = stream
+
+
+@cache
+def launch_order(device: torch.device) -> LaunchOrder:
+    """The order of this process's walks on a GPU."""
+    return LaunchOrder()

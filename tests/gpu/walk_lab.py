@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
 def here() -> tuple[int, int, torch.device]:
     """This rank, how many there are, and its GPU, made the current one."""
     rank = dist.get_rank()
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())  # a rank may see no GPU but its own
     torch.cuda.set_device(device)
     return rank, dist.get_world_size(), device
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from tp_walk import jit, kernels, pair_test
 from tp_walk.config import Rounding
@@ -63,6 +67,20 @@ def jobs(
         for job in wanted:
             found.setdefault((job.source, job.macros), job)
     return list(found.values())
+
+
+def compile_together(wanted: Iterable[Job], arch: str, prepare: Callable[[], object] | None = None) -> None:
+    """Into the cache, by as many processes as there are cores: within one, NVRTC compiles one kernel at a time.
+
+    prepare: called in each process first; a module's function. Raises as `jit.compile_kernel`.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=prepare) as pool:
+        list(pool.map(partial(_compile, arch=arch), wanted))
+
+
+def _compile(job: Job, arch: str) -> None:
+    job.compile(arch)
 
 
 def _walk_jobs(

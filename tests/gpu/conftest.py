@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,16 +25,10 @@ def kernels() -> None:
         for shape in SHAPES
         for job in precompile.jobs(shape.vocab_size, shape.markov_rank, worlds, 64, shape.roundings, target)
     }
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        list(pool.map(partial(_compile, arch=target.arch), jobs.values()))
-
-
-def _compile(job: precompile.Job, arch: str) -> None:
-    job.compile(arch)
+    precompile.compile_together(jobs.values(), target.arch)
 
 
 @pytest.fixture(scope="session")
-def ranks(rank_pool: Callable[[int], RankPool], kernels: None) -> Iterator[RankPool]:
+def ranks(rank_pool: Callable[[int], RankPool], kernels: None) -> RankPool:
     """A rank on each of two GPUs, or on the one that is here. A walk of a world of one is run by each of them alone."""
     return rank_pool(min(2, torch.cuda.device_count()))

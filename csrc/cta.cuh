@@ -48,25 +48,47 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 constexpr bool kKeepsLogits = kSampled || kLogits != 0;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
-// What each of a warp's 8 row groups leaves of a request: its best value and where, and if sampled (the values are then
-// approximate) the second best value.
+// What each of a warp's 8 row groups leaves of a request: its best value and where. A lane meets its rows in ascending order,
+// so the first of equal values is the smallest id.
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+
 struct __align__(8) Best {
     int32_t value = kNothing;  // ordered()
     uint32_t row = 0;          // of the CTA
 #if TPW_SAMPLED
-    int32_t second = kNothing;
+    int32_t second = kNothing;  // scores are approximate: how near did another row come?
     uint32_t unused;
 #endif
 
-    __device__ __forceinline__ void add(int32_t candidate, int candidate_row) {
-        const bool wins = candidate > value;  // a lane meets its rows in ascending order: the first of equals is the smallest id
+    __device__ __forceinline__ void add(float score, int candidate_row, bool exists) {
+        const int32_t candidate = exists ? ordered(score) : kNothing;
 #if TPW_SAMPLED
-        second = wins ? value : max(second, candidate);
+        second = max(second, min(value, candidate));
 #endif
+        const bool wins = candidate > value;
         value = wins ? candidate : value;
         row = wins ? candidate_row : row;
     }
 };
+
+#else
+
+// A bf16 value and its row fit one word whose maximum is both: half the instructions a value, and one REDUX for the CTA.
+struct Best {
+    int32_t packed = kNothing;
+
+    __device__ __forceinline__ void add(float score, int candidate_row, bool exists) {
+        const int32_t candidate = (ordered(score) & 0xffff0000) | (0xffff - candidate_row);
+        packed = exists ? max(packed, candidate) : packed;
+    }
+    // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
+    __device__ __forceinline__ int32_t value() const {
+        return packed == kNothing ? kNothing : (packed & 0xffff0000) | (packed < 0 ? 0xffff : 0);
+    }
+    __device__ __forceinline__ uint32_t row() const { return 0xffff - (packed & 0xffff); }
+};
+
+#endif
 
 constexpr int kBestEntries = kWarps * 8;
 constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests over the banks
@@ -90,6 +112,10 @@ struct __align__(16) Control {
 };
 static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
 
+// Rows that buffers a row have room for: the tiles that a CTA owns, or as many as its warps' registers would hold, so that
+// nothing has to be left out when they hold fewer.
+__device__ __forceinline__ int staged_rows(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kWarps) * kTileRows; }
+
 // Shared memory in this order; the host half is placement.place.
 struct Smem {
     unsigned char* weights;  // [smem tile]
@@ -103,7 +129,7 @@ struct Smem {
     Control* control;
 
     __device__ __forceinline__ Smem(unsigned char* start, const WalkParams& p) {
-        const int cta_rows = p.tiles_per_cta * kTileRows;
+        const int cta_rows = staged_rows(p);
         weights = start;
         tails = weights + p.smem_tiles * kTileBytes;
         u = tails + kWarps * kTailBytes;
@@ -139,14 +165,18 @@ __device__ __forceinline__ const BaseLogit* base_logits(const WalkParams& p, con
 
 // A row may start on any element, and bulk copies move 16-byte pieces: copy from the piece that holds the first element to
 // the one that holds the last. The bytes beside the row that come along share a 16-byte piece with it, so an allocation too.
-__device__ __forceinline__ uint32_t base_shift(const BaseLogit* row) { return static_cast<uint32_t>(reinterpret_cast<uint64_t>(row)) & 15u; }
+// Only the low bits of the address count, so 32-bit arithmetic will do.
+__device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& cta, int row, int step) {
+    const uint32_t elements = row * static_cast<uint32_t>(p.base_stride_row) + step * static_cast<uint32_t>(p.base_stride_step) + cta.first_row;
+    return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
+}
 
 // By one warp. The buffer's last readers are behind a barrier of the CTA.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
     static_assert(kRequests <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
     const BaseLogit* row = base_logits(p, cta, pass.first_row + cta.lane, pass.step);
-    const uint32_t shift = base_shift(row);
+    const uint32_t shift = base_shift(p, cta, pass.first_row + cta.lane, pass.step);
     const bool copies = cta.lane < pass.requests && cta.rows > 0;
     const uint32_t bytes = copies ? (shift + cta.rows * sizeof(BaseLogit) + 15) & ~15u : 0;
     const uint32_t all_bytes = __reduce_add_sync(kFullWarp, bytes);
@@ -158,7 +188,7 @@ __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, c
 
 // The staged base logit of the CTA's first row, of request `request` of the pass.
 __device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request) {
-    const uint32_t shift = base_shift(base_logits(p, cta, pass.first_row + request, pass.step));
+    const uint32_t shift = base_shift(p, cta, pass.first_row + request, pass.step);
     return reinterpret_cast<BaseLogit*>(s.base + (pass.buffer() * kRequests + request) * p.base_stage_bytes + shift);
 }
 
@@ -202,7 +232,7 @@ __device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int ste
 
 // Noise doesn't depend on the token, so that of the next pass is drawn while this one's exchange is under way.
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    const int quads = p.tiles_per_cta * (kTileRows / 4);
+    const int quads = staged_rows(p) / 4;
     const uint32_t first_quad = (p.shard_start + cta.first_row) / 4;
     float4* noise = reinterpret_cast<float4*>(s.noise);
     int request = 0, quad = threadIdx.x;

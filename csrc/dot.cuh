@@ -117,6 +117,15 @@ struct URow {
         const float quotient = __fdiv_rn(largest, 32512.0f);
         const float scale = quotient == 0.0f ? 1.0f : quotient;
         if (lane == 0) *u_scale = scale;
+        // u / scale as IEEE division gives it, by Markstein's correction of a product with the rounded reciprocal (IBM J. Res.
+        // Dev. 34, 1990); where that could leave the normal range, by division itself.
+        const float reciprocal = __frcp_rn(scale);
+        const bool divides = scale < 0x1p-100f;
+        const auto quotient_of = [&](float value) {
+            if (divides) return __fdiv_rn(value, scale);
+            const float estimate = __fmul_rn(value, reciprocal);
+            return __fmaf_rn(__fmaf_rn(-estimate, scale, value), reciprocal, estimate);
+        };
         unsigned char* hi_column = u + (2 * request) * kColumnBytes;
         unsigned char* lo_column = hi_column + kColumnBytes;
 #pragma unroll
@@ -131,7 +140,7 @@ struct URow {
                     const uint32_t word = w[2 * pair + i / 2];
                     const float value = bf16_to_float(i % 2 ? word >> 16 : word & 0xffffu);
                     // Only a scale in fp32's denormals is rounded so coarsely that t needs the clamp.
-                    const int32_t t = min(max(__float2int_rn(__fdiv_rn(value, scale)), -32639), 32639);
+                    const int32_t t = min(max(__float2int_rn(quotient_of(value)), -32639), 32639);
                     const int32_t high = (t + 128) >> 8;
                     hi |= (static_cast<uint32_t>(high) & 0xffu) << (8 * i);
                     lo |= (static_cast<uint32_t>(t - 256 * high) & 0xffu) << (8 * i);

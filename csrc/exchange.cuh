@@ -68,10 +68,9 @@ struct WalkExchange {
     }
 
     // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks.
-    __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas) const {
+    __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas, u64& best) const {
         const u64 tag = step_tag(block(), step, previous);
         const char* slots = slot_word(mailbox(), row, lane);
-        u64 best;
         for (u32 polls = 1;; ++polls) {
             best = 0;
             int missing = -1;  // a CTA whose word isn't there yet
@@ -93,22 +92,31 @@ struct WalkExchange {
         return true;
     }
 
-    // The best keys of several rows over all ranks: lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the i-th row,
-    // `row` and `previous` being the lane's. Afterwards `key` is the row's best on all lanes of the row. Lanes beyond the
-    // rows, and those that are not `active`, only take part.
-    __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, u64& key) const {
-        const u64 tag = step_tag(block(), step, previous);
-        const u32 source = lane % TPW_WORLD_SIZE;
-        const char* result = result_word(mailbox(), block(), step, row, source);
-        Word word{0, tag};
-        for (u32 polls = 1;; ++polls) {
-            if (active) word = load_word<Scope::sys>(result);
-            if (__all_sync(kFullWarp, word.tag == tag)) break;
-            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
+    // Results of several rows at once: lane i * TPW_WORLD_SIZE + rank looks for that rank's word of the i-th row, `row` and
+    // `previous` being the lane's. Lanes that aren't `active` only take part.
+    //
+    // One look, which may be early: the words are whatever is there.
+    __device__ __forceinline__ Word peek(int lane, bool active, int step, int row, u32 previous) const {
+        Word word{0, step_tag(block(), step, previous)};
+        if (active) word = load_word<Scope::sys>(result_word(mailbox(), block(), step, row, lane % TPW_WORLD_SIZE));
+        return word;
+    }
+
+    __device__ __forceinline__ bool arrived(const Word& word, int step, u32 previous) const {
+        return __all_sync(kFullWarp, word.tag == step_tag(block(), step, previous));
+    }
+
+    // Looks until all are there. Afterwards `word.key` is the row's best over all ranks, on all lanes of the row.
+    __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, Word& word) const {
+        for (u32 polls = 1; !arrived(word, step, previous); ++polls) {
+            if (polls % POLLS_PER_LOOK == 0) {
+                const u64 tag = step_tag(block(), step, previous);
+                if (gives_up(word.tag != tag, {TPW_WAIT_RESULT, u32(lane % TPW_WORLD_SIZE), u32(step), u32(row)}, tag, word.tag)) return false;
+            }
+            word = peek(lane, active, step, row, previous);
         }
-        key = word.key;
 #pragma unroll
-        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) key = max(key, __shfl_xor_sync(kFullWarp, key, distance));
+        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) word.key = max(word.key, __shfl_xor_sync(kFullWarp, word.key, distance));
         return true;
     }
 

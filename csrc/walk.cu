@@ -23,10 +23,6 @@ __device__ __forceinline__ void store_token(const WalkParams& p, int row, int st
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
 }
 
-__device__ __forceinline__ void store_anchors(const WalkParams& p, const Cta& cta) {
-    for (int i = threadIdx.x; i < cta.batch * p.gamma; i += kThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));
-}
-
 __device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
     for (int request = 0; request < pass.requests; ++request) {
         const int row = pass.first_row + request;
@@ -105,27 +101,36 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     };
     if (cta.warp == kWarps - 1 && !exchange.open(cta.lane, cta.index, cta.batch, hashed)) fail();
 
-    // The tokens of `step` for this warp's rows of a pass, once all ranks' results are in: the rows' `previous` from now on,
-    // and written out by their aggregators.
-    const auto receive = [&](int step, int first_row, int requests, bool only_mine) {
-        const int request = cta.warp + kWarps * (cta.lane / TPW_WORLD_SIZE), row = first_row + request;
-        const bool active = cta.lane < kWarpRequests * TPW_WORLD_SIZE && request < requests && !(only_mine && !cta.aggregates(row));
-        u64 key;
-        if (!exchange.receive(cta.lane, active, step, row, active ? s.rows[row].previous : 0, key)) return fail();
-        if (!active || cta.lane % TPW_WORLD_SIZE != 0) return;
-        const int64_t token = target_id(p, key);
-        s.rows[row].previous = static_cast<uint32_t>(token);
-        if (cta.aggregates(row)) store_token(p, row, step, token);
+    // A warp looks after request cta.warp + kWarps * i of a pass; where it waits for results, lane i * TPW_WORLD_SIZE + rank does.
+    struct Mine {
+        bool active;
+        int row;
+        u32 previous;
+    };
+    const auto mine_of = [&](const Pass& pass) {
+        const int request = cta.warp + kWarps * (cta.lane / TPW_WORLD_SIZE), row = pass.first_row + request;
+        const bool active = cta.lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
+        return Mine{active, row, active ? s.rows[row].previous : 0};
+    };
+    // The tokens of `step`, once all ranks' results are in: the rows' `previous` from now on. CTA 0 writes them out, as it alone
+    // writes anchors should the block fail: when it has all of a block's results nobody else of this rank waits for anything,
+    // so that a block's tokens are either all its own or all anchors.
+    const auto receive = [&](int step, const Mine& mine, Word& word) {
+        if (!exchange.receive(cta.lane, mine.active, step, mine.row, mine.previous, word)) return fail();
+        if (!mine.active || cta.lane % TPW_WORLD_SIZE != 0) return;
+        const int64_t token = target_id(p, word.key);
+        s.rows[mine.row].previous = static_cast<uint32_t>(token);
+        if (cta.index == 0) store_token(p, mine.row, step, token);
     };
     // u = W1[previous] of this warp's rows of a pass.
-    const auto stage_u = [&](const Pass& pass) {
-        URow u[kWarpRequests];
+    URow u[kWarpRequests];
+    const auto load_u = [&](const Pass& pass) {
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kWarpRequests; ++i) {
-            const int request = cta.warp + kWarps * i;
-            if (request < pass.requests) u[i].load(w1_row(p, s.rows[pass.first_row + request].previous), cta.lane);
-        }
+        for (int i = 0; i < kWarpRequests; ++i)
+            if (cta.warp + kWarps * i < pass.requests) u[i].load(w1_row(p, s.rows[pass.first_row + cta.warp + kWarps * i].previous), cta.lane);
+    };
+    const auto store_u = [&](const Pass& pass) {
 #pragma unroll
         for (int i = 0; i < kWarpRequests; ++i) {
             const int request = cta.warp + kWarps * i;
@@ -133,14 +138,24 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
                 u[i].store(s.u + request / Dot::kRequests * kUBytes, &s.control->u_scale[request], request % Dot::kRequests, cta.lane);
         }
     };
-    const auto aggregate = [&](int step, int first_row, int requests) {
-        for (int request = cta.warp; request < requests; request += kWarps) {
-            const int row = first_row + request;
-            if (cta.aggregates(row) && !exchange.aggregate(cta.lane, step, row, s.rows[row].previous, cta.count)) fail();
+    const auto prefetch_u = [&](u64 key) {
+        if (key != 0 && cta.lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + cta.lane * 64));
+    };
+    const auto aggregate = [&](const Pass& pass) {
+        for (int request = cta.warp; request < pass.requests; request += kWarps) {
+            const int row = pass.first_row + request;
+            if (!cta.aggregates(row)) continue;
+            u64 best;
+            if (!exchange.aggregate(cta.lane, pass.step, row, s.rows[row].previous, cta.count, best)) return fail();
+            // Most likely the next u: have it in L2 by then.
+            prefetch_u(best);
         }
     };
 
-    if (groups > 0) stage_u(pass_of(0, 0, 0));
+    if (groups > 0) {
+        load_u(pass_of(0, 0, 0));
+        store_u(pass_of(0, 0, 0));
+    }
     int index = 0;
     for (int step = 0; step < p.gamma; ++step) {
         for (int group = 0; group < groups; ++group, ++index) {
@@ -154,47 +169,61 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
             if (has_next && cta.warp == kWarps - 1) stage_base(p, s, cta, next);
             if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
             mbarrier_wait(&s.control->base_arrived[pass.buffer()], (index >> 1) & 1);
+            // With several groups, the results that the next pass waits for are here already as a rule: look before the dot
+            // products, and have its rows of W1 under way while this pass is contributed.
+            const Mine mine = mine_of(next);
+            const bool waits = has_next && next.step > 0;
+            Word word{0, 0};
+            if (groups > 1 && waits) word = exchange.peek(cta.lane, mine.active, next.step - 1, mine.row, mine.previous);
             multiply(p, s, cta, pass, weights);
             __syncthreads();
+            const bool early = groups > 1 && waits && exchange.arrived(word, next.step - 1, mine.previous);
+            if (early) {
+                receive(next.step - 1, mine, word);
+                load_u(next);
+            }
             for (int request = cta.warp; request < pass.requests; request += kWarps) {
                 const int row = pass.first_row + request;
                 const uint64_t key = cta_best_key(p, s, cta, pass, request);
                 exchange.contribute(cta.lane, step, row, s.rows[row].previous, cta.index, key);
-                // One of these rows is most likely the next u: have it in L2 by then. Beyond a few requests it would be more
-                // traffic than it saves.
-                if (groups == 1 && key != 0 && cta.lane < TPW_RANK / 64)
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + cta.lane * 64));
+                // One of these is the next u, and this early its row of W1 arrives in time. Beyond a few requests it would be
+                // more traffic than it saves.
+                if (groups == 1) prefetch_u(key);
             }
             // What the aggregator of a group's rows owes: at once when there is one group; with more, one pass later, when
             // the slots have long arrived.
             if (groups == 1)
-                aggregate(step, 0, pass.requests);
+                aggregate(pass);
             else if (index > 0)
-                aggregate(group > 0 ? step : step - 1, group > 0 ? pass.first_row - kRequests : (groups - 1) * kRequests, group > 0 ? kRequests : cta.batch - (groups - 1) * kRequests);
+                aggregate(pass_of(0, group > 0 ? step : step - 1, group > 0 ? group - 1 : groups - 1));
             if constexpr (kLogits != 0) copy_logits(p, s, cta, pass);
             if (has_next) {
-                if constexpr (kSampled) {
-                    // The noise buffer's readers are done: scores in multiply, which a barrier has ended.
-                    draw_noise(p, s, cta, next);
+                // The noise buffer's last readers, the dot products, are behind a barrier.
+                if constexpr (kSampled) draw_noise(p, s, cta, next);
+                if (!early) {
+                    if (waits) receive(next.step - 1, mine, word);
+                    load_u(next);
                 }
-                if (next.step > 0) receive(next.step - 1, next.first_row, next.requests, false);
-                stage_u(next);
+                store_u(next);
             }
         }
     }
-    if (groups > 1) aggregate(p.gamma - 1, (groups - 1) * kRequests, cta.batch - (groups - 1) * kRequests);
+    if (groups > 1) aggregate(pass_of(0, p.gamma - 1, groups - 1));
+    if (cta.index != 0) return;
+    // The last results, and with them the end of all reading of what CTA 0 is about to change.
     for (int group = 0; group < groups; ++group) {
-        const Pass last = pass_of(0, p.gamma - 1, group);
-        // CTA 0 waits for every row: then all CTAs have read all that it is about to change.
-        receive(last.step, last.first_row, last.requests, cta.index != 0);
+        const Mine mine = mine_of(pass_of(0, p.gamma - 1, group));
+        Word word{0, 0};
+        receive(p.gamma - 1, mine, word);
     }
     __syncthreads();
 drained:
+    if (cta.index != 0) return;
     if (s.control->failed) {
-        store_anchors(p, cta);
+        for (int i = threadIdx.x; i < cta.batch * p.gamma; i += kThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));
         return;
     }
-    if (cta.index == 0 && threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
         uint64_t last_tokens = 0;
         for (int row = 0; row < cta.batch; ++row) last_tokens += row_hash(row, s.rows[row].previous);
         exchange.close(last_tokens);

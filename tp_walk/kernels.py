@@ -149,6 +149,7 @@ def specialisations(
             shared_limit=shared_limit,
             sampled=sampled,
             base_bytes=4 if base_fp32 else 2,
+            rounding=rounding,
             column_groups=column_groups,
         )
         layout = MailboxLayout(world_size, max_batch, placement.grid)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tp_walk.config import Rounding
 from tp_walk.errors import PlanUnavailableError
 
 WARP_SIZE = 32
@@ -78,6 +79,7 @@ def place(
     shared_limit: int,
     sampled: bool,
     base_bytes: int,
+    rounding: Rounding,
     column_groups: int = 1,
 ) -> Placement:
     """Chooses a placement.
@@ -103,14 +105,14 @@ def place(
     reg_tiles = min(-(-REG_FRAGMENTS // k_steps), -(-tiles_per_cta // WARPS))
     tail_steps = max(0, reg_tiles * k_steps - REG_FRAGMENTS)
 
-    cta_rows = tiles_per_cta * TILE_ROWS
+    cta_rows = max(tiles_per_cta, reg_tiles * WARPS) * TILE_ROWS
     tile_bytes = k_steps * WARP_SIZE * FRAGMENT_BYTES
     # 16 bytes more, for a row that starts inside a 16-byte piece; they also spread the requests over the banks.
     base_stage_bytes = cta_rows * base_bytes + 16
     staging = (
         WARPS * tail_steps * WARP_SIZE * FRAGMENT_BYTES
         + column_groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
-        + requests * (8 * WARPS + 2) * (16 if sampled else 8)
+        + requests * (8 * WARPS + 2) * (16 if sampled else 8 if rounding == "none" else 4)
         + 2 * requests * base_stage_bytes
         + (requests * cta_rows * 4 if sampled else 0)
         + (cta_rows * 4 if int8 else 0)

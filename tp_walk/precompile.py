@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from tp_walk import jit, kernels, pair_test
 from tp_walk.config import Rounding
@@ -26,6 +27,14 @@ class Target:
 
 # CUDA C++ programming guide, table of technical specifications: 227 KB at compute capability 9.0; the SXM parts' SMs.
 HOPPER = Target("sm_90a", 132, 227 << 10)
+
+
+def current_gpu() -> Target:
+    """This process's current GPU."""
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties()
+    return Target(jit.default_arch(), properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 @dataclass(frozen=True)

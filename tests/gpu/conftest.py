@@ -9,16 +9,13 @@ import torch
 from rank_pool import RankPool
 from walk_lab import SHAPES
 
-from tp_walk import jit, precompile
+from tp_walk import precompile
 
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
     """Fills the cache with what SHAPES need: a process compiles one kernel at a time, and ranks would do it in turn."""
-    properties = torch.cuda.get_device_properties(0)
-    target = precompile.Target(
-        jit.default_arch(), properties.multi_processor_count, properties.shared_memory_per_block_optin
-    )
+    target = precompile.current_gpu()
     worlds = [1, 2] if torch.cuda.device_count() > 1 else [1]
     jobs = {
         (job.source, job.macros): job

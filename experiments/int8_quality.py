@@ -3,41 +3,28 @@
 
     python experiments/text_head.py && python experiments/int8_quality.py
 
-All three formats have the row scales of plan int8, max|row| / 127. The drafts are those of blocks at random places of
-text that the head wasn't fitted to; each format draws the same noise. Only ids that the corpus uses are candidates: the
-others have zero rows in W2, and base logits of log(0.01 / tokens): less than a thousandth of the draws at T = 1.
+All three formats have the row scales of plan int8, max|row| / 127. The drafts are those of held_out.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import numpy as np
-import numpy.typing as npt
 import torch
-from rich.progress import track
+from held_out import GAMMA, RESAMPLES, SEED, Bias, HeldOutText, interval, with_interval
 
-from tp_walk.blind_base import BlindBase, BlindBaseFit
 from tp_walk.errors import WalkError
-from tp_walk.head import MarkovHead
 from tp_walk.quantize import quantize_rows, scale_dots, split_planes
 from tp_walk.results import Column, ResultTable, environment
-from tp_walk.shard import Shard
 from tp_walk.text import text_head_directory
 
 RESULT = Path(__file__).parent / "results" / "int8_quality.json"
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMATS = ("bf16", "int8", *FLOATS)
-GAMMA, CHUNK, RESAMPLES, SEED = 7, 50, 2000, 5
 # Rows of Gaussian weights: enough for three digits of an error.
 GAUSSIAN_ROWS, RANK = 32_768, 256
 ERROR_TOKENS = 512
-
-# u `[batch, r]` bf16 → the bias `[batch, rows]` float32.
-Bias = Callable[[torch.Tensor], torch.Tensor]
 
 
 def bias_of(w2: torch.Tensor, form: str) -> tuple[torch.Tensor, Bias]:
@@ -71,86 +58,18 @@ def errors(w2: torch.Tensor, u: torch.Tensor) -> dict[str, tuple[float, float]]:
     return found
 
 
-@dataclass(frozen=True)
-class Text:
-    """Held-out text for a head. used: ids with rows that aren't zero. places: (document, position) of each anchor."""
-
-    head: MarkovHead
-    base: BlindBase
-    used: torch.Tensor
-    documents: list[torch.Tensor]
-    places: list[tuple[int, int]]
-
-    @classmethod
-    def at_random(cls, directory: Path, blocks: int) -> Text:
-        head, fit = MarkovHead.from_checkpoint(directory), BlindBaseFit.read(directory)
-        used = head.w2_rows(0, head.vocab_size).any(1).nonzero()[:, 0]
-        base = BlindBase(fit, Shard(0, head.vocab_size), torch.device("cpu"))
-        ends = np.cumsum([len(document) - GAMMA for document in fit.held_out])
-        picks = np.random.default_rng(SEED).choice(int(ends[-1]), blocks, replace=False)
-        which = np.searchsorted(ends, picks, side="right")
-        begins = np.concatenate(([0], ends))[which]
-        places = list(zip(which.tolist(), (picks - begins).tolist(), strict=True))
-        return cls(head, base, used, fit.held_out, places)
-
-    def anchors(self) -> torch.Tensor:
-        return torch.stack([self.documents[document][position] for document, position in self.places])
-
-    def continuations(self) -> torch.Tensor:
-        after = (self.documents[d][position + 1 : position + 1 + GAMMA] for d, position in self.places)
-        return torch.stack(list(after))
-
-    def drafts(self, temperature: float) -> dict[str, torch.Tensor]:
-        """`[blocks, gamma]` ids by format, at a temperature (0: greedy) and with the same noise."""
-        w2 = self.head.w2_rows(0, self.head.vocab_size)[self.used]
-        biases = {form: bias_of(w2, form)[1] for form in FORMATS}
-        drafts: dict[str, list[torch.Tensor]] = {form: [] for form in FORMATS}
-        generator = torch.Generator().manual_seed(SEED)
-        name = f"T = {temperature:g}"
-        every = self.anchors()
-        for first in track(range(0, len(every), CHUNK), name, transient=True):
-            anchors = every[first : first + CHUNK]
-            base = self.base.logits(anchors, GAMMA)[..., self.used].float()
-            noise = torch.zeros(())
-            if temperature > 0:
-                noise = -torch.empty_like(base).exponential_(generator=generator).log_()
-            for form, bias in biases.items():
-                previous, tokens = anchors, []
-                for step in range(GAMMA):
-                    # The rounding of engines: bias and sum to bf16.
-                    values = (base[:, step] + bias(self.head.w1[previous]).bfloat16().float()).bfloat16().float()
-                    if temperature > 0:
-                        values = values / temperature + noise[:, step]
-                    previous = self.used[values.argmax(-1)]
-                    tokens.append(previous)
-                drafts[form].append(torch.stack(tokens, 1))
-        return {form: torch.cat(parts) for form, parts in drafts.items()}
-
-
-def interval(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """The mean of the blocks' values, and the middle 95 % of the means of blocks drawn again with replacement."""
-    draws = np.random.default_rng(SEED).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(1), (0.025, 0.975))
-    return float(values.mean()), float(low), float(high)
-
-
-def kept_text(text: Text, temperature: float) -> dict[str, dict[str, tuple[float, float, float]]]:
+def kept_text(text: HeldOutText, temperature: float) -> dict[str, dict[str, tuple[float, float, float]]]:
     """By format: share of tokens that bf16 drafts too (%), accepted tokens a block, and accepted less bf16's."""
-    drafts, right = text.drafts(temperature), text.continuations()
-    accepted = {form: (draft == right).cumprod(1).sum(1).double().numpy() for form, draft in drafts.items()}
+    drafts = text.drafts({form: bias_of(text.w2, form)[1] for form in FORMATS}, temperature)
+    accepted = {form: text.accepted(draft) for form, draft in drafts.items()}
     return {
         form: {
-            "equal": interval(100 * (draft == drafts["bf16"]).double().mean(1).numpy()),
+            "equal": interval(100 * (draft.tokens == drafts["bf16"].tokens).double().mean(1).numpy()),
             "accepted": interval(accepted[form]),
             "accepted_less_bf16": interval(accepted[form] - accepted["bf16"]),
         }
         for form, draft in drafts.items()
     }
-
-
-def with_interval(found: tuple[float, float, float], digits: int) -> str:
-    mean, low, high = (f"{value:.{digits}f}" for value in found)
-    return f"{mean} ({low} to {high})"
 
 
 def measure(directory: Path, blocks: int) -> ResultTable:
@@ -159,13 +78,11 @@ def measure(directory: Path, blocks: int) -> ResultTable:
     Raises:
         WalkError: there is no text head in the directory.
     """
-    text = Text.at_random(directory, blocks)
+    text = HeldOutText.at_random(directory, blocks)
     generator = torch.Generator().manual_seed(SEED)
     gaussian, gaussian_u = (torch.randn(n, RANK, generator=generator).bfloat16() for n in (GAUSSIAN_ROWS, ERROR_TOKENS))
     of_weights = {
-        "text head": errors(
-            text.head.w2_rows(0, text.head.vocab_size)[text.used], text.head.w1[text.anchors()[:ERROR_TOKENS]]
-        ),
+        "text head": errors(text.w2, text.head.w1[text.anchors()[:ERROR_TOKENS]]),
         "Gaussian": errors(gaussian, gaussian_u),
     }
     rows: list[dict[str, object]] = [
@@ -188,12 +105,12 @@ def measure(directory: Path, blocks: int) -> ResultTable:
             row[f"{mode}_equal_text"] = with_interval(found["equal"], 2)
             row[f"{mode}_accepted_text"] = with_interval(found["accepted"], 3)
             row[f"{mode}_less_text"] = with_interval(found["accepted_less_bf16"], 4)
-    description = BlindBaseFit.read(directory).description
     return ResultTable(
         title="8-bit weights: error, and drafts on held-out text",
         method=f"Relative Frobenius errors; every format has the row scales max|row| / 127. Bias: after {ERROR_TOKENS} "
         f"tokens of the text, or Gaussian u. Drafts: {blocks} blocks of γ = {GAMMA} on a CPU, in text held out of "
-        f"{description}; in brackets 95 % of {RESAMPLES} bootstrap means over blocks. Gaussian: {GAUSSIAN_ROWS} rows.",
+        f"{text.description}; in brackets 95 % of {RESAMPLES} bootstrap means over blocks. Gaussian weights have "
+        f"{GAUSSIAN_ROWS} rows.",
         environment=environment(),
         columns=[
             Column("weights", "weights"),

@@ -1,15 +1,15 @@
-"""The comparison of 8-bit formats: their arithmetic, the errors, the intervals and the drafts."""
+"""The comparison of 8-bit formats: their arithmetic, the errors and the table."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import int8_quality
-import numpy as np
 import pytest
 import text_head
 import torch
-from int8_quality import FORMATS, GAMMA, Text, bias_of, errors, interval
+from held_out import GAMMA
+from int8_quality import FORMATS, bias_of, errors
 
 from tp_walk.quantize import quantize_rows, scale_dots, split_planes
 
@@ -51,15 +51,6 @@ def test_errors_are_relative_frobenius(form: str) -> None:
     assert 0 < w2_error < {"int8": 0.02, "e4m3": 1 / 16, "e5m2": 1 / 8}[form]
 
 
-def test_the_interval_holds_the_mean_and_narrows() -> None:
-    values = np.random.default_rng(0).standard_normal(400)
-    mean, low, high = interval(values)
-    assert low < mean == values.mean() < high
-    # Two standard errors to each side, about.
-    assert 0.15 < high - low < 0.25
-    assert interval(np.full(10, 3.0)) == (3.0, 3.0, 3.0)
-
-
 def test_table_of_a_small_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten eleven twelve\n" * 150)
@@ -76,14 +67,3 @@ def test_table_of_a_small_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert second["greedy_accepted_less_bf16"] == second["greedy_accepted"] - first["greedy_accepted"]
     assert "text.txt" in table.method
     assert str(tmp_path) not in table.to_markdown()
-
-
-def test_places_are_held_out_text(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(str(number) for number in range(2000)))
-    text_head.fit_text_head([text], tmp_path, 8, GAMMA, lambda stage: None)
-    found = Text.at_random(tmp_path, 50)
-    assert len(set(found.places)) == 50
-    for (document, position), anchor, right in zip(found.places, found.anchors(), found.continuations(), strict=True):
-        part = found.documents[document][position : position + GAMMA + 1]
-        assert torch.equal(part, torch.cat((anchor[None], right)))

@@ -41,8 +41,9 @@ LEAST_COUNT = 2
 UNSEEN = 0.01
 # γ that the checkpoint names; bigrams serve any.
 BLOCK_SIZE = 7
-# Extra columns and rounds of the randomised decomposition.
-OVERSAMPLING, ROUNDS = 32, 4
+# Extra columns and rounds of the randomised decomposition. Of the standard library's weighted information, 2 rounds
+# explain 94.65 % and 4 rounds 94.73 %, in twice the time.
+OVERSAMPLING, ROUNDS = 32, 2
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

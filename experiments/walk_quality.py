@@ -49,8 +49,8 @@ def measure(directory: Path, blocks: int) -> ResultTable:
     return ResultTable(
         title="A blind block with and without the walk, on held-out text",
         method=f"{blocks} blocks of γ = {GAMMA} on a CPU, in text held out of {text.description}; in brackets 95 % of "
-        f"{RESAMPLES} bootstrap means over blocks. Matching: tokens that are the text's at their place. Top: how often the walk's "
-        "token is among so many of its step's likeliest by the base alone.",
+        f"{RESAMPLES} bootstrap means over blocks. Matching: tokens that are the text's at their place. Top: how often "
+        "the walk's token is among so many of its step's likeliest by the base alone.",
         environment=environment(),
         columns=[
             Column("temperature", ""),

@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 serve: $(READY)
-	$(BIN)/torchrun --nproc-per-node $(NPROC) launch/serve_walk.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(NPROC) launch/serve_walk.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest --ignore tests/gpu $(ARGS)

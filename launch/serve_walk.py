@@ -7,6 +7,9 @@
 Requests are positions in text. Each round the running ones are walked together, by the plan that auto_select chooses
 for their number, from base logits of which each rank makes its own columns alone; the text itself tells which of the
 drafted tokens a target model would have accepted. Without --text that is text which the head was not fitted to.
+
+SIGINT or SIGTERM to a rank ends the job in order on all of them, with status 0. When torchrun gets the signal, it hands
+it on and waits for them; its own status is then 1.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rich.console import Console
 
 import tp_walk
 from tp_walk.blind_base import FILE_NAME, BlindBase, BlindBaseFit
-from tp_walk.config import MAX_GAMMA
+from tp_walk.config import MAX_GAMMA, settings
 from tp_walk.errors import WalkError, WalkInputError, WalkMismatch, WalkTimeout
 from tp_walk.group import WalkGroup
 from tp_walk.plan import PLAN_NAMES
@@ -69,7 +72,7 @@ class Options:
     json: Path | None
 
 
-@click.command(help=__doc__)
+@click.command(help=str(__doc__).replace("    torchrun", "\b\n    torchrun", 1))
 @click.option("--text", multiple=True, type=click.Path(path_type=Path), help="Text, or JSON lines (.jsonl) with turns.")
 @click.option("--head", type=click.Path(path_type=Path), help="A head's checkpoint; by default one is fitted, once.")
 @click.option("--synthetic", is_flag=True, help="Gaussian weights and base logits, and a batch that is always full.")
@@ -187,8 +190,9 @@ def fit_text_head(directory: Path, stop: StopSignal) -> None:
 
 def setup_of(runtime: tp_walk.WalkRuntime, work: Work, options: Options, control: WalkGroup) -> dict[str, Any]:
     """What runs where, for the first line and the JSON. Collective."""
-    full = runtime.auto_select(options.max_batch, work.gamma, options.temperature != 0)
-    plan = full if options.plan is None else tp_walk.Plan(options.plan)
+    plan = runtime.auto_select(options.max_batch, work.gamma, options.temperature != 0)
+    if options.plan is not None and settings().plan is None:
+        plan = tp_walk.Plan(options.plan)
     machine, link = f"CPU, {os.cpu_count()} cores", "gloo"
     if runtime.device.type == "cuda":
         gpus = control.all_gather_object(gpu_of(runtime.device))

@@ -46,6 +46,11 @@ struct WalkExchange {
     template <typename Hashed>
     __device__ __forceinline__ bool open(int lane, int cta, int batch, const Hashed& hashed) const {
         if (__any_sync(kFullWarp, lane == 0 && poisoned(watch()))) return false;
+        if (cta == 0) {
+            if (__any_sync(kFullWarp, lane == 0 && is_second())) return false;
+            for (int row = lane; row < batch; row += kWarpSize)
+                if (static_cast<u64>(hashed(row, HeaderTensor::anchors)) >= static_cast<u64>(p.target_vocab_size)) flag_clamped_anchor(watch(), row);
+        }
         if (TPW_WORLD_SIZE == 1) return true;
         if (cta == 0) send_header(lane, batch, hashed);
         // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
@@ -120,13 +125,21 @@ struct WalkExchange {
         return true;
     }
 
-    // One thread, once every CTA has read all that a block may read of the line that this changes.
+    // One thread, once every CTA has read all that a block may read of the line that this changes. Not after a failure, which
+    // keeps out all launches until the host resets the mailbox.
     __device__ __forceinline__ void close(u64 last_tokens) const {
+        atomicExch(reinterpret_cast<u32*>(mailbox() + TPW_IN_FLIGHT_OFFSET), 0u);
         store_control(mailbox(), TPW_LAST_TOKENS_OFFSET, last_tokens);
         store_control(mailbox(), TPW_BLOCK_OFFSET, block() + 1);
     }
 
   private:
+    __device__ __forceinline__ bool is_second() const {
+        if (!is_second_in_flight(watch())) return false;
+        fail(watch(), TPW_CODE_OVERLAP, {TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0}, 0, 0, 0);
+        return true;
+    }
+
     __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
         return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
     }

@@ -76,6 +76,12 @@ __device__ __forceinline__ bool claim_status(const Exchange& exchange) {
     return atomicExch(reinterpret_cast<u32*>(exchange.mine() + TPW_CLAIM_OFFSET), 1u) == 0;
 }
 
+// By one thread of a launch, before any word of the block is touched: true if another launch of this rank is under way.
+// Both would go by the same block number. Streams keep eager walks apart; graphs that are replayed at once are found here.
+__device__ __forceinline__ bool is_second_in_flight(const Exchange& exchange) {
+    return atomicExch(reinterpret_cast<u32*>(exchange.mine() + TPW_IN_FLIGHT_OFFSET), 1u) != 0;
+}
+
 __device__ constexpr u64 poison_key(u32 code, const Site& site, u32 field) {
     return u64(code) << TPW_POISON_CODE_SHIFT | u64(site.wait) << TPW_POISON_WAIT_SHIFT |
            u64(site.source) << TPW_POISON_SOURCE_SHIFT | u64(site.step) << TPW_POISON_STEP_SHIFT |

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tp_walk import jit
 from tp_walk.config import MAX_GAMMA
-from tp_walk.errors import KernelError, WalkInputError, WalkMismatch, WalkTimeout
+from tp_walk.errors import KernelError, WalkInputError, WalkMismatch, WalkOverlap, WalkTimeout
 from tp_walk.mailbox import (
     BLOCK_SHIFT,
     HEADER_FIELDS,
@@ -55,9 +55,8 @@ def test_writers_of_different_kinds_share_no_line() -> None:
     layout = MailboxLayout(3, 64, 132)
     starts = [layout.poison_offset, layout.headers_offset, layout.results_offset, layout.slots_offset]
     assert all(start % LINE_BYTES == 0 for start in starts)
-    assert (
-        max(layout.block_offset, layout.first_block_offset, layout.last_tokens_offset, layout.claim_offset) < LINE_BYTES
-    )
+    own = [layout.block_offset, layout.first_block_offset, layout.last_tokens_offset]
+    assert max(*own, layout.claim_offset, layout.in_flight_offset) < LINE_BYTES
 
 
 def test_parities_alone_decide_where_a_result_lies() -> None:
@@ -196,6 +195,20 @@ def test_divergence_is_a_mismatch_of_tokens() -> None:
     status = WalkStatus(code=WalkCode.MISMATCH, wait=Wait.RESULT, source=1, step=2, row=3)
     assert isinstance(status.error(rank=0), WalkMismatch)
     assert "different tokens" in str(status.error(rank=0))
+
+
+def test_two_walks_at_once_are_an_error_of_their_own() -> None:
+    error = WalkStatus(code=WalkCode.OVERLAP, origin=1, wait=Wait.HEADER, source=1, block=9).error(rank=1)
+    assert isinstance(error, WalkOverlap)
+    assert "rank 1 ran two walks of this runtime at once" in str(error)
+
+
+@pytest.mark.parametrize("key", [0xDEADBEEF, 0x0302, (1 << 64) - 1, 0x02 | 1 << 8 | 200 << 48])
+def test_a_corrupt_poison_word_is_an_error_all_the_same(key: int) -> None:
+    error = WalkStatus.from_poison(origin=1, key=key, block=17).error(rank=0)
+    assert error is not None
+    assert "rank 0 was told by a peer: rank 1" in str(error)
+    assert "corrupt" in str(error) or isinstance(error, WalkMismatch)
 
 
 def test_no_failure_is_no_error() -> None:

@@ -27,6 +27,7 @@ OWN_NUMBER = {"ld.relaxed.gpu.global.u64", "st.relaxed.gpu.global.u64"}
 REGIONS: dict[str, tuple[int, set[str]]] = {
     "own numbers": (LAYOUT.block_offset, OWN_NUMBER),
     "claim": (LAYOUT.claim_offset, {"atom.global.exch.b32"}),
+    "in flight": (LAYOUT.in_flight_offset, {"atom.global.exch.b32"}),
     "poison": (LAYOUT.poison_offset, SYS_WORD),
     "headers": (LAYOUT.headers_offset, SYS_WORD),
     "results": (LAYOUT.results_offset, SYS_WORD),

@@ -13,6 +13,7 @@ from tp_walk.errors import (
     WalkError,
     WalkInputError,
     WalkMismatch,
+    WalkOverlap,
     WalkTimeout,
 )
 from tp_walk.head import MarkovHead
@@ -35,6 +36,7 @@ __all__ = [
     "WalkInputError",
     "WalkMismatch",
     "WalkOutput",
+    "WalkOverlap",
     "WalkRuntime",
     "WalkShape",
     "WalkTimeout",

@@ -27,6 +27,10 @@ class WalkMismatch(WalkError):  # noqa: N818 - a public name of the design
     """Ranks were given different configurations or launches; the message names the field and both values."""
 
 
+class WalkOverlap(WalkError):  # noqa: N818 - as the two above
+    """Two walks of one runtime ran at once on a rank's GPU, such as two graphs replayed on two streams."""
+
+
 class RuntimeClosedError(WalkError):
     """A closed runtime was used."""
 

@@ -140,6 +140,7 @@ class MailboxLayout:
         first_block  u64  that of the first block since set-up, reset | alone
         last_tokens  u64  hash of the last tokens of the last block   | touches
         claim        u32  nonzero once a thread owns the status block | these
+        in_flight    u32  nonzero while a walk is under way           |
         poison       [source rank]                              words written by peers, sticky until reset
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
@@ -159,6 +160,7 @@ class MailboxLayout:
     first_block_offset: int = field(init=False, default=8)
     last_tokens_offset: int = field(init=False, default=16)
     claim_offset: int = field(init=False, default=24)
+    in_flight_offset: int = field(init=False, default=28)
     poison_offset: int = field(init=False, default=LINE_BYTES)
     headers_offset: int = field(init=False)
     headers_block_stride: int = field(init=False)

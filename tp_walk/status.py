@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tp_walk.errors import WalkError, WalkMismatch, WalkTimeout
+from tp_walk.errors import WalkError, WalkMismatch, WalkOverlap, WalkTimeout
 from tp_walk.mailbox import HEADER_FIELDS, BitField, describe_tag, header_field
 
 STATUS_BYTES = 64
@@ -22,6 +22,7 @@ class WalkCode(IntEnum):
     OK = 0
     TIMEOUT = 1
     MISMATCH = 2
+    OVERLAP = 3
 
 
 class Wait(IntEnum):
@@ -115,28 +116,40 @@ class WalkStatus:
 
     def message(self, rank: int) -> str:
         """The failure in words, as told by `rank`, whose status block this is."""
-        what = {
-            Wait.HEADER: f"the header of rank {self.source}",
-            Wait.SLOT: f"CTA {self.source} of the same GPU at step {self.step}, row {self.row}",
-            Wait.RESULT: f"the result of rank {self.source} at step {self.step}, row {self.row}",
-        }[Wait(self.wait)]
         told = "" if self.origin == rank else f"rank {rank} was told by a peer: "
-        if self.code == WalkCode.TIMEOUT:
-            text = f"rank {self.origin} waited past its deadline for {what}"
-            tags = f": expected tag {describe_tag(self.expected)}, last saw {describe_tag(self.seen)}"
-        elif self.wait == Wait.HEADER:
-            name = header_field(self.field)
-            place = HEADER_FIELDS[name]
-            values = place.unpack(self.expected), place.unpack(self.seen)
-            text = f"ranks {self.origin} and {self.source} were given different {name}"
-            tags = f": {values[0]} and {values[1]}" if place.word == 0 else ""
-        else:
-            text = f"rank {self.origin} and {what} went through different tokens before that step"
-            tags = f": expected tag {describe_tag(self.expected)}, saw {describe_tag(self.seen)}"
+        try:
+            text, tags = self._in_words()
+        except ValueError:
+            # Wrong bits can say anything; what matters is that the block isn't taken for good.
+            text = f"rank {self.origin} reports what no kernel writes (code {self.code}, wait {self.wait}, field "
+            text += f"{self.field}): a poison word is corrupt"
+            tags = ""
         return f"block {self.block}: {told}{text}{tags if self.origin == rank else ''}"
 
     def error(self, rank: int) -> WalkError | None:
         """The error to raise on `rank`, or None when the code is OK."""
         if self.code == WalkCode.OK:
             return None
-        return (WalkTimeout if self.code == WalkCode.TIMEOUT else WalkMismatch)(self.message(rank))
+        kinds: dict[int, type[WalkError]] = {WalkCode.TIMEOUT: WalkTimeout, WalkCode.OVERLAP: WalkOverlap}
+        return kinds.get(self.code, WalkMismatch)(self.message(rank))
+
+    def _in_words(self) -> tuple[str, str]:
+        """What happened, and what the origin alone knows of it. Raises ValueError where it can't have."""
+        code, wait = WalkCode(self.code), Wait(self.wait)
+        what = {
+            Wait.HEADER: f"the header of rank {self.source}",
+            Wait.SLOT: f"CTA {self.source} of the same GPU at step {self.step}, row {self.row}",
+            Wait.RESULT: f"the result of rank {self.source} at step {self.step}, row {self.row}",
+        }[wait]
+        tags = f"expected tag {describe_tag(self.expected)}, last saw {describe_tag(self.seen)}"
+        if code == WalkCode.OVERLAP:
+            return f"rank {self.origin} ran two walks of this runtime at once; replay its graphs one after another", ""
+        if code == WalkCode.TIMEOUT:
+            return f"rank {self.origin} waited past its deadline for {what}", f": {tags}"
+        if wait != Wait.HEADER:
+            return f"rank {self.origin} and {what} went through different tokens before that step", f": {tags}"
+        name = header_field(self.field)
+        place = HEADER_FIELDS[name]
+        values = place.unpack(self.expected), place.unpack(self.seen)
+        text = f"ranks {self.origin} and {self.source} were given different {name}"
+        return text, f": {values[0]} and {values[1]}" if place.word == 0 else ""

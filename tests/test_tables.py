@@ -43,6 +43,9 @@ def test_a_table_survives_its_file(tmp_path: Path) -> None:
     assert again.to_markdown() == TABLE.to_markdown()
     assert again.rows == TABLE.rows
     assert [file.name for file in path.parent.iterdir()] == ["bench.json"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode  # others may read what the umask lets them
 
 
 def test_markdown_shows_the_columns_the_machine_and_the_method() -> None:

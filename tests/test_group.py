@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_pool import RankPool, outcome
 
-from tp_walk.errors import PlanUnavailableError, SetupError, WalkInputError, WalkTimeout
+from tp_walk.errors import PlanUnavailableError, SetupError, WalkInputError, WalkMismatch, WalkTimeout
 from tp_walk.group import WalkGroup
 
 CPU = torch.device("cpu")
@@ -33,6 +33,44 @@ def gathered() -> tuple[list[object], list[list[int]], list[int], list[int]]:
 def test_gathers_in_rank_order(rank_pool) -> None:
     right = [0, 1000, 2000], [[0, 0], [1, -1], [2, -2]], [2, 0, -(2**63)], [1, 2, 2]
     assert rank_pool(3)(gathered) == [right] * 3
+
+
+def gathered_of_any_size(sizes: list[int]) -> list[list[int]]:
+    group = world()
+    rank = group.rank
+    seen = [[len(value) for value in group.all_gather_object(b"x" * (size * (1 + rank)))] for size in sizes]
+    wide = group.all_gather(torch.full((3, 1001), float(rank)).bfloat16(), 60.0)
+    assert wide[:, 2, 1000].tolist() == list(range(group.world_size))
+    assert group.all_gather(torch.empty(0, 4), 60.0).shape == (group.world_size, 0, 4)
+    return seen
+
+
+def test_messages_of_any_size_arrive(rank_pool) -> None:
+    sizes = [0, 1, 1000, 1850, 2048, 70_000]
+    assert rank_pool(3)(gathered_of_any_size, sizes) == [[[size, 2 * size, 3 * size] for size in sizes]] * 3
+
+
+def makes_another_call(rank: int) -> tuple[object, object, list[int]]:
+    group = world()
+    calls = {
+        True: lambda: group.vote("set-up of something long" * 20, None),
+        False: lambda: group.all_gather(torch.arange(1000), 60.0),
+    }
+    first = outcome(calls[group.rank == rank])
+    second = outcome(lambda: group.all_gather(torch.arange(2 + (group.rank == rank)), 60.0))
+    return first, second, group.all_gather_object(group.rank)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_that_make_different_calls_are_told_and_go_on(rank: int, rank_pool) -> None:
+    for first, second, after in rank_pool(3)(makes_another_call, rank):
+        assert isinstance(first, WalkMismatch)
+        assert "set-up of something" in str(first)
+        assert "[1000] int64" in str(first)
+        assert isinstance(second, WalkMismatch)
+        assert "[2] int64" in str(second)
+        assert "[3] int64" in str(second)
+        assert after == [0, 1, 2]
 
 
 def test_a_world_of_one_needs_no_group() -> None:

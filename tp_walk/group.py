@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from tp_walk.errors import SetupError, WalkError, WalkInputError, WalkTimeout
+from tp_walk.errors import SetupError, WalkError, WalkInputError, WalkMismatch, WalkTimeout
 
 T = TypeVar("T")
 
 # Of the messages between two ranks, so that they don't meet the engine's own in the same group.
 _TAG = 0x7470
 
+# A message begins with one frame of this size, whatever it is: what the sender is doing, how many bytes it sends, and
+# the first of them. So ranks that make different calls find out, where gloo would end the process.
+_FRAME_BYTES, _LABEL_BYTES = 2048, 160
+_HEAD_BYTES = _LABEL_BYTES + 8
+
 
 class WalkGroup:
     """The ranks of a torch.distributed group, as tp_walk uses them; world 1 without one.
 
     Tensors travel on the device that the group's backend serves: NCCL takes them where they are, gloo takes copies on
-    the CPU. Methods are collectives: every rank calls them, in the same order. Once a rank didn't come they all raise,
-    at once: what it would have sent may still arrive, so the group is done for.
+    the CPU. Methods are collectives: every rank calls them, in the same order. Ranks that make different calls raise
+    WalkMismatch (over gloo), and are in step again. Once a rank didn't come, all calls raise WalkTimeout at once: what
+    it would have sent may still arrive, so the group is done for.
 
     Args:
         group: a torch.distributed process group, or None for a world of one.
@@ -55,20 +61,28 @@ class WalkGroup:
                 f"the group's backends {backends} can't serve {device}; a gloo group serves any device"
             )
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value (anything that pickles), in rank order."""
+    def all_gather_object(self, value: Any, what: str = "all_gather_object") -> list[Any]:
+        """Every rank's value (anything that pickles), in rank order. what: the call in words, the same on every rank.
+
+        Raises:
+            WalkTimeout: a rank is lost, or didn't come in time. WalkMismatch: one is in the middle of another call.
+        """
         if self.world_size == 1:
             return [value]
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([payload.numel()]), self._timeout_s)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        gathered = self._gather(padded, self._timeout_s)
-        return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(gathered, sizes, strict=True)]
+        if self._wire.type == "cpu":
+            gathered = self._exchange(payload, what, self._timeout_s)
+        else:
+            sizes = [int(size) for size in self._gather(torch.tensor([payload.numel()]), self._timeout_s)]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: payload.numel()] = payload
+            parts = self._gather(padded, self._timeout_s)
+            gathered = [part[:size].cpu() for part, size in zip(parts, sizes, strict=True)]
+        return [pickle.loads(part.numpy().tobytes()) for part in gathered]
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
-        self.all_gather_object(None)
+        self.all_gather_object(None, "barrier")
 
     def vote(self, stage: str, error: Exception | None) -> None:
         """Ends a stage that may have failed on some rank: all ranks return, or all raise the same error.
@@ -79,7 +93,7 @@ class WalkGroup:
         """
         if self.world_size == 1 and isinstance(error, WalkError):
             raise error
-        failures = self.all_gather_object(None if error is None else (_class_of(error), _cause_of(error)))
+        failures = self.all_gather_object(None if error is None else (_class_of(error), _cause_of(error)), stage)
         failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
         if not failed:
             return
@@ -138,43 +152,64 @@ class WalkGroup:
         if self.world_size == 1:
             return [tensor]
         sent = tensor.to(self._wire).contiguous()
-        received = [torch.empty_like(sent) for _ in range(self.world_size)]
         if self._wire.type == "cpu":
-            received[self.rank] = sent
-            self._exchange(received, timeout_s)
-        else:
-            self._wait(dist.all_gather(received, sent, group=self._group, async_op=True), timeout_s)
+            what = f"exchange of {list(sent.shape)} {str(sent.dtype).removeprefix('torch.')}"
+            parts = self._exchange(sent.flatten().view(torch.uint8), what, timeout_s)
+            return [part.view(sent.dtype).view(sent.shape) for part in parts]
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
+        self._wait(dist.all_gather(received, sent, group=self._group, async_op=True), timeout_s)
         return received
 
-    def _exchange(self, tensors: list[torch.Tensor], timeout_s: float) -> None:
-        """Sends this rank's tensor to each peer and fills in theirs.
+    def _exchange(self, payload: torch.Tensor, what: str, timeout_s: float) -> list[torch.Tensor]:
+        """Every rank's bytes, in rank order. payload: `[any]` uint8 on the CPU. Raises as `all_gather_object`.
 
         Pair by pair: gloo's collectives can't tell which rank it was that didn't come, and where one was given up they
         hold a thread that the process then waits for at its end.
         """
         self._check_not_lost()
         until = time.monotonic() + timeout_s
-        works: list[tuple[int, dist.Work]] = []
+        own = _message(payload, what)
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        frames = self._pass(own[:_FRAME_BYTES], dict.fromkeys(peers, _FRAME_BYTES), until, timeout_s)
+        heads = {peer: _head(frame) for peer, frame in frames.items()}
+        for peer, (theirs, _) in heads.items():
+            # Where any two ranks differ, each rank differs from some other: all raise, and are in step again.
+            if theirs != _head(own)[0]:
+                raise WalkMismatch(
+                    f"ranks make different calls: rank {self.rank} is at {_head(own)[0]!r}, rank {peer} at {theirs!r}; "
+                    "make the same ones in the same order on every rank"
+                )
+        rests = {peer: size - _FRAME_BYTES for peer, (_, size) in heads.items() if size > _FRAME_BYTES}
+        tails = self._pass(own[_FRAME_BYTES:], rests, until, timeout_s)
+        messages = {peer: torch.cat([frame, tails[peer]]) if peer in tails else frame for peer, frame in frames.items()}
+        sizes = {peer: size for peer, (_, size) in heads.items()}
+        messages[self.rank], sizes[self.rank] = own, _HEAD_BYTES + payload.numel()
+        return [messages[rank][_HEAD_BYTES : sizes[rank]].clone() for rank in range(self.world_size)]
+
+    def _pass(
+        self, sent: torch.Tensor, sizes: Mapping[int, int], until: float, timeout_s: float
+    ) -> dict[int, torch.Tensor]:
+        """Sends bytes to each peer, if there are any, and receives so many from each of `sizes`."""
+        received = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items()}
+        works: list[tuple[int, dist.Work | None]] = []
         missing: dict[int, RuntimeError] = {}
         for peer in range(self.world_size):
-            if peer == self.rank:
-                continue
             try:
-                for work in (
-                    dist.irecv(tensors[peer], group=self._group, group_src=peer, tag=_TAG),
-                    dist.isend(tensors[self.rank], group=self._group, group_dst=peer, tag=_TAG),
-                ):
-                    assert work is not None  # as it is outside of the group alone
-                    works.append((peer, work))
+                if peer in received:
+                    works.append((peer, dist.irecv(received[peer], group=self._group, group_src=peer, tag=_TAG)))
+                if peer != self.rank and sent.numel():
+                    works.append((peer, dist.isend(sent, group=self._group, group_dst=peer, tag=_TAG)))
             except RuntimeError as error:
                 missing[peer] = error
         for peer, work in works:
+            assert work is not None  # as it is outside of the group alone
             try:
                 work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
             except RuntimeError as error:
                 missing.setdefault(peer, error)
         if missing:
             self._give_up(f"rank {', '.join(map(str, missing))}", timeout_s, next(iter(missing.values())))
+        return received
 
     def _wait(self, work: dist.Work, timeout_s: float) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -193,6 +228,24 @@ class WalkGroup:
     def _give_up(self, whom: str, timeout_s: float, cause: RuntimeError) -> NoReturn:
         self._lost = f"rank {self.rank} waited {timeout_s} s at most for {whom}: {cause}"
         raise WalkTimeout(self._lost) from cause
+
+
+def _message(payload: torch.Tensor, what: str) -> torch.Tensor:
+    """Head and payload; a whole frame at least."""
+    head = what.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES, b"\0")
+    size = _HEAD_BYTES + payload.numel()
+    head += size.to_bytes(_HEAD_BYTES - _LABEL_BYTES, "little")
+    message = torch.zeros(max(_FRAME_BYTES, size), dtype=torch.uint8)
+    message[:_HEAD_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    message[_HEAD_BYTES:size] = payload
+    return message
+
+
+def _head(frame: torch.Tensor) -> tuple[str, int]:
+    """What the sender is doing, and the bytes of its message without padding."""
+    head = frame[:_HEAD_BYTES].numpy().tobytes()
+    label = head[:_LABEL_BYTES].rstrip(b"\0").decode(errors="replace")
+    return label, int.from_bytes(head[_LABEL_BYTES:], "little")
 
 
 def _class_of(error: Exception) -> type[WalkError]:

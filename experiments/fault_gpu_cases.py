@@ -38,8 +38,8 @@ _GAMMA_BIT = 1 << 32  # of a header's first word
 
 def compile_ahead(world: int) -> None:
     """Fills the kernel cache, on all cores."""
-    kernel_variants.compile_ahead(["production", "stalled"], SETTING.vocab_size, [1, world])
-    kernel_variants.compile_ahead(["production"], FULL_GRID.vocab_size, [world])
+    kernel_variants.compile_ahead(["production", "stalled"], SETTING.vocab_size, world, ["tp_bf16", "int8"])
+    kernel_variants.compile_ahead(["production"], FULL_GRID.vocab_size, world)
 
 
 def prepare(world: int, rank: int) -> None:

@@ -6,24 +6,23 @@ production build. `use` makes this process compile from the edited sources; what
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 from tp_walk import jit, precompile
-from tp_walk.config import Rounding
 
 
 @dataclass(frozen=True)
 class Edit:
-    """`old` becomes `new` in a file of csrc."""
+    """In a file of csrc the one match of a regular expression becomes `new`, a template as of re.sub."""
 
     file: str
-    old: str
+    pattern: str
     new: str
 
 
@@ -31,7 +30,7 @@ class Edit:
 # hold the step + 1 and until when, in ns after the launch's own deadline (a negative number: before it).
 STALL_STEP_OFFSET, STALL_UNTIL_OFFSET = 64, 72
 
-_CONTRIBUTE = "void contribute(int lane, int step, int row, u32 previous, int cta, u64 key) const {\n"
+_CONTRIBUTE = r"void contribute\([^)]*\) const \{\n"
 _STALL = f"""        if (step + 1 == static_cast<int>(load_control(mailbox(), {STALL_STEP_OFFSET}))) {{
             const u64 until = *expiry + load_control(mailbox(), {STALL_UNTIL_OFFSET});
             while (now_ns() < until) __nanosleep(1000);
@@ -48,20 +47,22 @@ _DELAY = """__device__ __forceinline__ void maybe_wait() {
 
 """
 _TEMPLATE = "template <Scope scope>\n__device__ __forceinline__ "
-_STORE = _TEMPLATE + "void store_word(char* address, u64 key, u64 tag) {\n"
-_LOAD = _TEMPLATE + "Word load_word(const char* address) {\n"
+_STORE = re.escape(_TEMPLATE + "void store_word(char* address, u64 key, u64 tag) {\n")
+_LOAD = re.escape(_TEMPLATE + "Word load_word(const char* address) {\n")
 _DELAYS = (
-    Edit("mailbox.cuh", _STORE, _DELAY + _STORE + "    maybe_wait();\n"),
-    Edit("mailbox.cuh", _LOAD, _LOAD + "    maybe_wait();\n"),
+    Edit("mailbox.cuh", _STORE, _DELAY + r"\g<0>    maybe_wait();" + "\n"),
+    Edit("mailbox.cuh", _LOAD, r"\g<0>    maybe_wait();" + "\n"),
 )
-_STEP_TAG = "return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | u64(chain(previous)) << TPW_PHASE_BITS | (step + 1);"
-_RESULT = "u32(block & 1) * TPW_RESULTS_BLOCK_STRIDE + (step & 1) * TPW_RESULTS_STEP_STRIDE"
-_HEADER = "u32(block & 1) * TPW_HEADERS_BLOCK_STRIDE"
+_STEP_TAG = re.escape(
+    "return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | u64(chain(previous)) << TPW_PHASE_BITS | (step + 1);"
+)
+_RESULT = re.escape("u32(block & 1) * TPW_RESULTS_BLOCK_STRIDE + (step & 1) * TPW_RESULTS_STEP_STRIDE")
+_HEADER = re.escape("u32(block & 1) * TPW_HEADERS_BLOCK_STRIDE")
 _AWAIT_HEADER = "    u64 theirs = own;\n"
 
 VARIANTS: dict[str, tuple[Edit, ...]] = {
     "production": (),
-    "stalled": (Edit("exchange.cuh", _CONTRIBUTE, _CONTRIBUTE + _STALL),),
+    "stalled": (Edit("exchange.cuh", _CONTRIBUTE, r"\g<0>" + _STALL),),
     "delays": _DELAYS,
 }
 
@@ -74,7 +75,7 @@ BROKEN: dict[str, tuple[Edit, ...]] = {
     "no block parity, and no wait for headers": (
         Edit("mailbox.cuh", _RESULT, "(step & 1) * TPW_RESULTS_STEP_STRIDE"),
         Edit("mailbox.cuh", _HEADER, "0"),
-        Edit("watch.cuh", _AWAIT_HEADER, "    return true;\n" + _AWAIT_HEADER),
+        Edit("watch.cuh", _AWAIT_HEADER, r"    return true;\g<0>"),
         *_DELAYS,
     ),
     "no block in the tag: words of two blocks ago pass for new": (
@@ -88,10 +89,9 @@ BROKEN: dict[str, tuple[Edit, ...]] = {
     "a word in two halves, tag first: a new tag with the old key": (
         Edit(
             "mailbox.cuh",
-            _STORE + "    const u64 at = __cvta_generic_to_global(address);\n",
+            _STORE + re.escape("    const u64 at = __cvta_generic_to_global(address);\n"),
             _DELAY
-            + _STORE
-            + """    const u64 at = __cvta_generic_to_global(address);
+            + r"""\g<0>
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at + 8), "l"(tag) : "memory");
     maybe_wait();
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(key) : "memory");
@@ -110,9 +110,9 @@ def edited(name: str, folder: Path) -> Path:
     """
     texts = {path.name: path.read_text() for path in jit.csrc_dir().iterdir() if path.is_file()}
     for edit in {**VARIANTS, **BROKEN}[name]:
-        if texts[edit.file].count(edit.old) != 1:
-            raise ValueError(f"variant {name!r}: {edit.file} holds {texts[edit.file].count(edit.old)} of:\n{edit.old}")
-        texts[edit.file] = texts[edit.file].replace(edit.old, edit.new)
+        texts[edit.file], count = re.subn(edit.pattern, edit.new, texts[edit.file])
+        if count != 1:
+            raise ValueError(f"variant {name!r}: {edit.file} holds {count} of:\n{edit.pattern}")
     for file, text in texts.items():
         (folder / file).write_text(text)
     return folder
@@ -129,9 +129,24 @@ def use(name: str) -> None:
     _in_use.enter_context(mock.patch.object(jit, "csrc_dir", return_value=sources))
 
 
-def compile_ahead(names: Sequence[str], vocab_size: int, worlds: Sequence[int], rounding: Rounding = "engine") -> None:
-    """Fills the cache with the variants' kernels for this machine's GPU, on all cores."""
+@dataclass(frozen=True)
+class VariantJob(precompile.Job):
+    """One cubin of a variant."""
+
+    variant: str
+
+    def compile(self, arch: str) -> jit.CompiledKernel:
+        use(self.variant)
+        return super().compile(arch)
+
+
+def compile_ahead(names: Sequence[str], vocab_size: int, world: int, plans: Sequence[str] = ("tp_bf16",)) -> None:
+    """Fills the cache, on all cores, with what runtimes of `world` ranks want for these plans on this machine."""
     target = precompile.current_gpu()
-    jobs = precompile.jobs(vocab_size, 256, worlds, 64, [rounding], target)
-    for name in names:
-        precompile.compile_together(jobs, target.arch, partial(use, name))
+    jobs = [
+        job
+        for job in precompile.jobs(vocab_size, 256, [world], 64, ["engine"], target)
+        if job.source != "walk.cu" or job.purpose.startswith(tuple(f"{plan} " for plan in plans))
+    ]
+    wanted = [VariantJob(job.purpose, job.source, job.entry, job.macros, name) for name in names for job in jobs]
+    precompile.compile_together(wanted, target.arch)

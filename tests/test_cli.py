@@ -104,7 +104,7 @@ def two_gpus(**changes: Any) -> Report:
     def rank(number: int) -> RankReport:
         gpu = Gpu(f"{number}000-uuid", "NVIDIA H200", "host", is_mig=False, driver="580.1")
         links = tuple("same GPU" if peer == number else "NVLink x18" for peer in range(2))
-        hops = (PairResult(peer=1 - number, hop_p50_us=0.625 + number, hop_p99_us=0.875, patterns=1),)
+        hops = (PairResult(peer=1 - number, hop_p50_us=0.625 + number, hop_p99_us=0.875, hop_max_us=1.5, patterns=1),)
         plans = {"tp_bf16": PlanReport("runs")}
         return RankReport(**{"gpu": gpu, "links": links, "hops": hops, "obstacle": None, "plans": plans, **changes})
 

@@ -64,7 +64,7 @@ def test_what_passed_is_remembered_by_pair_driver_boot_and_kernel(
 ) -> None:
     monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "new"))
     entries = {peer: pair_test._cache_path(TOPOLOGY, 0, peer, b"cubin") for peer in (1, 2)}
-    results = [PairResult(1, 0.7, 0.9, PATTERNS), PairResult(2, 0.8, 1.0, PATTERNS)]
+    results = [PairResult(1, 0.7, 0.9, 3.0, PATTERNS), PairResult(2, 0.8, 1.0, 4.0, PATTERNS)]
     assert pair_test._read_cached(entries) is None
     pair_test._write_cached(entries[1], results[0])
     assert pair_test._read_cached(entries) is None, "one pair is still to be tested"
@@ -111,7 +111,7 @@ def test_every_pair_meets_once_and_is_remembered(rank_pool: Callable[[int], Rank
     for rank, (results, met, left) in enumerate(rank_pool(world)(_meetings, str(tmp_path), None, False)):
         others = [other for other in range(world) if other != rank]
         assert sorted(met) == others
-        assert results == [PairResult(other, pytest.approx(0.7), pytest.approx(0.7), PATTERNS) for other in others]
+        assert results == [PairResult(other, *[pytest.approx(0.7)] * 3, PATTERNS) for other in others]
         assert left == 0
     again = rank_pool(world)(_meetings, str(tmp_path), None, False)
     assert [met for _, met, _ in again] == [[]] * world
@@ -137,5 +137,5 @@ def test_a_home_that_cant_be_written_to_is_no_error(monkeypatch: pytest.MonkeyPa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TP_WALK_CACHE_DIR", str(tmp_path / "file" / "below"))
     path = pair_test._cache_path(TOPOLOGY, 0, 1, b"cubin")
-    pair_test._write_cached(path, PairResult(1, 0.7, 0.9, PATTERNS))
+    pair_test._write_cached(path, PairResult(1, 0.7, 0.9, 3.0, PATTERNS))
     assert not path.exists()

@@ -70,11 +70,14 @@ class PairReport(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PairResult:
-    """The path to and from `peer`. hop_p50_us, hop_p99_us: one way, store to seen, µs. patterns: words verified."""
+    """The path to and from `peer`. hop_p50_us, hop_p99_us, hop_max_us: one way, store to seen, µs. patterns: words
+    verified.
+    """
 
     peer: int
     hop_p50_us: float
     hop_p99_us: float
+    hop_max_us: float
     patterns: int
 
 
@@ -168,7 +171,8 @@ def _test(
     # Half a round trip: the ranks' own phases drop out of it. The clock's lower 32 bits may wrap in between.
     hops = [((after - before) % (1 << 32)) / 2 for before, after in zip(steady, steady[2:], strict=False)]
     percentiles = statistics.quantiles(hops, n=100, method="inclusive")
-    return PairResult(peer, percentiles[49] * us_per_cycle, percentiles[98] * us_per_cycle, PATTERNS)
+    p50, p99, longest = (cycles * us_per_cycle for cycles in (percentiles[49], percentiles[98], max(hops)))
+    return PairResult(peer, p50, p99, longest, PATTERNS)
 
 
 def _exchange(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -78,13 +78,13 @@ def jobs(
     return list(found.values())
 
 
-def compile_together(wanted: Iterable[Job], arch: str, prepare: Callable[[], object] | None = None) -> None:
+def compile_together(wanted: Iterable[Job], arch: str) -> None:
     """Into the cache, by as many processes as there are cores: within one, NVRTC compiles one kernel at a time.
 
-    prepare: called in each process first; a module's function. Raises as `jit.compile_kernel`.
+    Raises as `jit.compile_kernel`.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=prepare) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
         list(pool.map(partial(_compile, arch=arch), wanted))
 
 

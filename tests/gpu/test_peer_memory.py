@@ -74,7 +74,7 @@ def test_the_path_between_the_gpus_passes_its_self_test(rank_pool: Callable[[int
         (result,) = results
         assert result.peer == 1 - rank
         assert result.patterns == PATTERNS
-        assert 0 < result.hop_p50_us <= result.hop_p99_us
+        assert 0 < result.hop_p50_us <= result.hop_p99_us <= result.hop_max_us
     assert rank_pool(WORLD)(_pairs, False) == rank_pool(WORLD)(_pairs, False), "what passed is remembered"
 
 

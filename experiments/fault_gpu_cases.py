@@ -32,6 +32,8 @@ SETTING = Setting("cuda", "tp_bf16", 4096, 256, Deadline(startup_s=2.5, steady_s
 FULL_GRID = replace(SETTING, vocab_size=151_936)
 
 SECOND_BLOCK = FIRST_BLOCK + 1
+# More rows than are exchanged without aggregators, so that there are results to forge.
+MANY = 6
 _FORGED = make_key(1e30, 7)
 _GAMMA_BIT = 1 << 32  # of a header's first word
 
@@ -125,7 +127,9 @@ def _captured(scene: Scene, walk: GivenWalk, raises: bool = False) -> torch.cuda
 
 
 def held_in_a_step(scene: Scene, arguments: dict[str, Any]) -> None:
-    """step, action: the victim's kernel stands still there past everybody's deadline, and its host does what."""
+    """step, action: the victim's kernel stands still there past everybody's deadline, and its host does what. batch: of
+    that block.
+    """
     _open_with_stalls(scene)
     scene.block()
     if scene.runtime is not None and scene.is_victim:
@@ -136,10 +140,10 @@ def held_in_a_step(scene: Scene, arguments: dict[str, Any]) -> None:
             time.sleep(0.2)
             scene.act(arguments["action"])
 
-        scene.block(act)
+        scene.block(act, batch=arguments["batch"])
         mailbox.let_go()
     else:
-        scene.block()
+        scene.block(batch=arguments["batch"])
     scene.block()
     scene.close()
 
@@ -166,7 +170,7 @@ def forged(scene: Scene, arguments: dict[str, Any]) -> None:
     mailbox = Mailbox(scene.runtime)
     if scene.is_victim:
         mailbox.hold(arguments["step"], 0.7 - scene.setting.deadline.steady_s)
-        scene.block()
+        scene.block(batch=MANY)
         mailbox.let_go()
     else:
         forge: Callable[[Scene, Mailbox, int], None] = arguments["forge"]
@@ -175,7 +179,7 @@ def forged(scene: Scene, arguments: dict[str, Any]) -> None:
             time.sleep(0.3)
             forge(scene, mailbox, arguments["step"])
 
-        scene.block(act)
+        scene.block(act, batch=MANY)
     scene.block()
     scene.reset()
     scene.block()
@@ -210,7 +214,7 @@ def forged_header(scene: Scene, arguments: dict[str, Any]) -> None:
 
 def forge_result(scene: Scene, mailbox: Mailbox, step: int) -> None:
     """The victim's result of row 0, ahead of the true one: another token, the right tag."""
-    walk = scene.given()
+    walk = scene.given(batch=MANY)
     right = scene.alone.walk(walk.base, walk.anchors, walk.temperatures, walk.noise, "reference").tokens
     previous = int(right[0, step - 1]) if step else int(walk.anchors[0])
     place = mailbox.layout.result_word(SECOND_BLOCK, step, 0, VICTIM)
@@ -219,7 +223,7 @@ def forge_result(scene: Scene, mailbox: Mailbox, step: int) -> None:
 
 def forge_garbage(scene: Scene, mailbox: Mailbox, step: int) -> None:
     """The victim's results, ahead of the true ones: garbage."""
-    for row in range(BATCH):
+    for row in range(MANY):
         mailbox.store_word(mailbox.layout.result_word(SECOND_BLOCK, step, row, VICTIM), 0xDEAD, 0xBEEF00)
 
 
@@ -341,8 +345,10 @@ def gpu_cases() -> Iterator[Case]:
     for step in (0, GAMMA // 2, GAMMA - 1):
         told = replace(lost, says=rf"rank 1.* step {step}\b")
         for action in ("killed", "stopped"):
-            arguments = {"step": step, "action": action}
-            yield Case(action, f"step {step} of {GAMMA}", SETTING, held_in_a_step, told, arguments)
+            for batch in (BATCH, MANY):
+                arguments = {"step": step, "action": action, "batch": batch}
+                phase = f"step {step} of {GAMMA}, {batch} requests"
+                yield Case(action, phase, SETTING, held_in_a_step, told, arguments)
     torn_down = replace(lost, deadline_s=SETTING.deadline.startup_s)
     for action in ("killed", "stopped"):
         yield Case(action, "teardown", SETTING, cases.lost_at_the_end, torn_down, {"action": action})

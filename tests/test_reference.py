@@ -125,6 +125,20 @@ def test_an_engines_uneven_and_empty_shards(rank_pool) -> None:
     assert rank_pool(3)(walk_on_own_shards) == [solve(problem).tokens.tolist()] * 3
 
 
+def walk_without_a_valid_row() -> tuple[list[list[int]], int]:
+    problem = make_problem(5, vocab=150, rank=16, batch=2, gamma=4, sampled=True)
+    with tp_walk.WalkRuntime(head_of(problem), group=dist.group.WORLD, device=CPU) as runtime:
+        base, anchors = torch.tensor(problem.base).bfloat16(), torch.tensor(problem.anchors)
+        counter = torch.tensor([40])
+        temperatures, noise = torch.tensor(problem.temperatures), tp_walk.Noise(1, counter)
+        none = torch.tensor(0, dtype=torch.int32)
+        return runtime.walk(base, anchors, temperatures, noise, num_valid=none).tokens.tolist(), int(counter)
+
+
+def test_no_valid_row_on_several_ranks(rank_pool) -> None:
+    assert rank_pool(3)(walk_without_a_valid_row) == [([[0] * 4] * 2, 41)] * 3
+
+
 class TestOneRank:
     """What a walk writes, and what it leaves alone."""
 

@@ -321,5 +321,5 @@ def _hash(value: int | torch.Tensor) -> int:
     """An int64 that differs, almost surely, where the integers or their order differ."""
     if isinstance(value, int):
         return (value + 2**63) % 2**64 - 2**63
-    weights = torch.arange(1, 2 * value.numel(), 2, device=value.device) * 0x1E3779B97F4A7C15
+    weights = (2 * torch.arange(value.numel(), device=value.device) + 1) * 0x1E3779B97F4A7C15
     return int((value.long() * weights).sum())

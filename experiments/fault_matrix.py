@@ -40,10 +40,10 @@ LIMIT_S = 30.0  # of a case: one that reaches it hangs
 COLUMNS = (
     Column("fault", "rank 1"),
     Column("phase", "phase"),
+    Column("count", "cases"),
     Column("outcome", "outcome on the other ranks"),
-    Column("report_s", "reported after, s"),
+    Column("report_s", "slowest report, s", 2),
     Column("deadline_s", "deadline, s"),
-    Column("message", "first message"),
 )
 
 METHOD = (
@@ -62,14 +62,15 @@ class Row:
     case: Case
     verdict: Verdict
 
-    def cells(self) -> dict[str, Any]:
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """What cases have in common that are printed as one: the fault, roughly the phase, the outcome."""
+        return self.case.fault, re.sub(r"^step .*", "in a step", self.case.phase.split(":")[0]), self.verdict.outcome
+
+    def details(self) -> dict[str, Any]:
         return {
-            "fault": self.case.fault,
             "phase": self.case.phase,
-            "plan": self.case.setting.plan,
-            "outcome": self.verdict.outcome,
             "report_s": self.verdict.report_s,
-            "deadline_s": self.case.expected.deadline_s or None,
             "message": self.verdict.message,
             "wrong": self.verdict.wrong,
         }
@@ -202,14 +203,24 @@ def main(device: str, world: int, only: str, slow_start_s: float, budget_seconds
 
 
 def _table(setting: Setting, world: int, rows: Sequence[Row]) -> ResultTable:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    merged = [
+        {
+            "fault": fault,
+            "phase": phase,
+            "outcome": outcome,
+            "count": len(alike),
+            "report_s": max((row.verdict.report_s for row in alike if row.verdict.report_s is not None), default=None),
+            "deadline_s": alike[0].case.expected.deadline_s or None,
+            "cases": [row.details() for row in alike],
+        }
+        for (fault, phase, outcome), alike in groups.items()
+    ]
     deadline = setting.deadline
-    return ResultTable(
-        f"Faults, {world} ranks, plan {setting.plan}",
-        METHOD.format(startup_s=deadline.startup_s, steady_s=deadline.steady_s),
-        environment(),
-        COLUMNS,
-        [row.cells() for row in rows],
-    )
+    method = METHOD.format(startup_s=deadline.startup_s, steady_s=deadline.steady_s)
+    return ResultTable(f"Faults, {world} ranks, plan {setting.plan}", method, environment(), COLUMNS, merged)
 
 
 def _line(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Builds of the kernels that are not the production one: slower, stalled on purpose, or without a rule that they need.
 
-An edit replaces passages of csrc, which must be there, so that a variant can't silently become the production build. `use` makes this process compile from the edited sources; what is cached is named by their hash.
+An edit replaces passages of csrc, which must be there, so that a variant can't silently become the production build.
+`use` makes this process compile from the edited sources; what is cached is named by their hash.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 from fault_ranks import Life
 from fault_scene import Note, Scene, Setting, at_exchange, at_stage
 
+from tp_walk import pair_test
 from tp_walk.group import WalkGroup
 
 T = TypeVar("T")
@@ -62,11 +64,16 @@ def stages_of_set_up(scene: Scene, arguments: dict[str, Any]) -> None:
         names.append(name)
         return stage(self, name, action)
 
-    with mock.patch.object(WalkGroup, "stage", noted):
+    with mock.patch.object(WalkGroup, "stage", noted), untested_links():
         scene.open()
     scene.close()
     now = time.monotonic()
     scene.notes = [Note(name, None, "", now, now) for name in names]
+
+
+def untested_links() -> AbstractContextManager[object]:
+    """Set-up with the self-test of each pair of GPUs, whether it has passed before or not."""
+    return mock.patch.object(pair_test, "_read_cached", return_value=None)
 
 
 def lost_in_set_up(scene: Scene, arguments: dict[str, Any]) -> None:
@@ -75,11 +82,12 @@ def lost_in_set_up(scene: Scene, arguments: dict[str, Any]) -> None:
     def act() -> None:
         scene.act(arguments["action"])
 
-    if scene.is_victim:
-        with at_stage(arguments["stage"], act):
+    with untested_links():
+        if scene.is_victim:
+            with at_stage(arguments["stage"], act):
+                scene.open()
+        else:
             scene.open()
-    else:
-        scene.open()
     if arguments["action"] == "raises":
         scene.open()
         scene.block()

@@ -19,13 +19,12 @@ import kernel_variants
 import torch
 import torch.distributed as dist
 from fault_cases import Case, Expected
-from fault_scene import BATCH, GAMMA, MAX_BATCH, VICTIM, GivenWalk, Note, Scene, Setting
+from fault_scene import BATCH, FIRST_ANCHOR, GAMMA, VICTIM, GivenWalk, Note, Scene, Setting, alone_of, head_of
 
-from tp_walk import Deadline, WalkRuntime, jit, kernels, precompile
+from tp_walk import Deadline, WalkRuntime
 from tp_walk.mailbox import WORD_BYTES, MailboxLayout, header_tag, make_key, step_tag
 from tp_walk.peer_memory import cuda_call, cuda_runtime
 from tp_walk.peers import FIRST_BLOCK, PeerMailboxes
-from tp_walk.shard import shard_bounds
 
 SETTING = Setting("cuda", "tp_bf16", 4096, 256, Deadline(startup_s=2.5, steady_s=1.0))
 # Fills every SM, so that a kernel of NCCL finds no room beside it.
@@ -44,23 +43,13 @@ def compile_ahead(world: int) -> None:
     kernel_variants.compile_ahead(["production"], FULL_GRID.vocab_size, world)
 
 
-def prepare(world: int, rank: int) -> None:
-    """What a substitute does before it is needed: a CUDA context, and every kernel of a runtime loaded."""
-    torch.cuda.set_device(rank)
-    torch.cuda.synchronize()
-    target = precompile.current_gpu()
-    for shard in shard_bounds(SETTING.vocab_size, world):
-        for one in kernels.specialisations(
-            int8=False,
-            markov_rank=SETTING.markov_rank,
-            rows=shard.width,
-            world_size=world,
-            max_batch=MAX_BATCH,
-            rounding="engine",
-            num_sms=target.num_sms,
-            shared_limit=target.shared_limit,
-        ):
-            jit.compile_kernel("walk.cu", "walk", one.macros).load(one.placement.shared_bytes)
+def prepare(rank: int) -> None:
+    """What a rank does before it is needed: a CUDA context, weights, and a first runtime, which imports and loads."""
+    device = SETTING.device_of(rank)
+    torch.cuda.set_device(device)
+    runtime = WalkRuntime(head_of(SETTING, device), device=device, plans=["int8"])
+    alone_of(SETTING, device)
+    runtime.close()
 
 
 # ---- below the surface -----------------------------------------------------------------------------------------------
@@ -168,16 +157,18 @@ def forged(scene: Scene, arguments: dict[str, Any]) -> None:
     if scene.runtime is None:
         return
     mailbox = Mailbox(scene.runtime)
+    walk = scene.given(batch=MANY)
+    right = scene.alone.walk(walk.base, walk.anchors, walk.temperatures, walk.noise, "reference").tokens.tolist()
     if scene.is_victim:
         mailbox.hold(arguments["step"], 0.7 - scene.setting.deadline.steady_s)
         scene.block(batch=MANY)
         mailbox.let_go()
     else:
-        forge: Callable[[Scene, Mailbox, int], None] = arguments["forge"]
+        forge: Callable[[Mailbox, int, list[int]], None] = arguments["forge"]
 
         def act() -> None:
             time.sleep(0.3)
-            forge(scene, mailbox, arguments["step"])
+            forge(mailbox, arguments["step"], [FIRST_ANCHOR, *right[0]])
 
         scene.block(act, batch=MANY)
     scene.block()
@@ -212,22 +203,22 @@ def forged_header(scene: Scene, arguments: dict[str, Any]) -> None:
     scene.close()
 
 
-def forge_result(scene: Scene, mailbox: Mailbox, step: int) -> None:
+# What follows is given the tokens of row 0 (a greedy one) from its anchor on: nothing may ask the GPU while it walks.
+
+
+def forge_result(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
     """The victim's result of row 0, ahead of the true one: another token, the right tag."""
-    walk = scene.given(batch=MANY)
-    right = scene.alone.walk(walk.base, walk.anchors, walk.temperatures, walk.noise, "reference").tokens
-    previous = int(right[0, step - 1]) if step else int(walk.anchors[0])
     place = mailbox.layout.result_word(SECOND_BLOCK, step, 0, VICTIM)
-    mailbox.store_word(place, _FORGED, step_tag(SECOND_BLOCK, step, previous))
+    mailbox.store_word(place, _FORGED, step_tag(SECOND_BLOCK, step, tokens[step]))
 
 
-def forge_garbage(scene: Scene, mailbox: Mailbox, step: int) -> None:
+def forge_garbage(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
     """The victim's results, ahead of the true ones: garbage."""
     for row in range(MANY):
         mailbox.store_word(mailbox.layout.result_word(SECOND_BLOCK, step, row, VICTIM), 0xDEAD, 0xBEEF00)
 
 
-def forge_poison(scene: Scene, mailbox: Mailbox, step: int) -> None:
+def forge_poison(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
     """A poison word that no kernel writes."""
     mailbox.store_word(mailbox.layout.poison_word(VICTIM), 0xDEADBEEF, 0xBEEF00)
 

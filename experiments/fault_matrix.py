@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +181,7 @@ def main(device: str, world: int, only: str, slow_start_s: float, budget_seconds
     began = time.monotonic()
     if on_gpu:
         gpu_cases.compile_ahead(world)
-    prepare: Callable[[int], None] = partial(gpu_cases.prepare, world) if on_gpu else nothing_to_prepare
-    ranks = Ranks(world, prepare, victim=VICTIM, substitutes=3)
+    ranks = Ranks(world, gpu_cases.prepare if on_gpu else nothing_to_prepare, victim=VICTIM, substitutes=3)
     rows: list[Row] = []
     try:
         wanted = [*(gpu_cases.gpu_cases() if on_gpu else cpu_cases()), *common_cases(setting, slow_start_s)]

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 VICTIM = 1
 BATCH, GAMMA, MAX_BATCH, MAX_GAMMA = 3, 7, 8, 16
+FIRST_ANCHOR = 3
 
 _TEMPERATURES = (0.0, 1.0, 0.7)
 
@@ -90,26 +91,26 @@ class GivenWalk:
 
 
 @cache
-def _head(vocab_size: int, markov_rank: int, device: torch.device) -> MarkovHead:
+def head_of(setting: Setting, device: torch.device) -> MarkovHead:
+    """Weights whose dot products are exact, so that every plan has the definition's tokens."""
     generator = torch.Generator().manual_seed(1)
     w1, w2 = (
-        torch.randint(-4, 5, (vocab_size, markov_rank), generator=generator).div(8.0).bfloat16().to(device)
+        torch.randint(-4, 5, (setting.vocab_size, setting.markov_rank), generator=generator).div(8.0).bfloat16()
         for _ in range(2)
     )
-    return MarkovHead(w1, w2)
+    return MarkovHead(w1.to(device), w2.to(device))
 
 
 @cache
-def _base(vocab_size: int, device: torch.device) -> torch.Tensor:
-    base = torch.randn(MAX_BATCH, MAX_GAMMA, vocab_size, generator=torch.Generator().manual_seed(2))
+def base_of(setting: Setting, device: torch.device) -> torch.Tensor:
+    base = torch.randn(MAX_BATCH, MAX_GAMMA, setting.vocab_size, generator=torch.Generator().manual_seed(2))
     return base.mul(3.0).bfloat16().to(device)
 
 
 @cache
-def _alone(vocab_size: int, markov_rank: int, device: torch.device) -> WalkRuntime:
+def alone_of(setting: Setting, device: torch.device) -> WalkRuntime:
     """The definition, on this rank by itself."""
-    head = _head(vocab_size, markov_rank, device)
-    return WalkRuntime(head, MAX_BATCH, MAX_GAMMA, device=device, plans=["reference"])
+    return WalkRuntime(head_of(setting, device), MAX_BATCH, MAX_GAMMA, device=device, plans=["reference"])
 
 
 class Scene:
@@ -121,9 +122,9 @@ class Scene:
         self.device = setting.device_of(life.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.head = _head(setting.vocab_size, setting.markov_rank, self.device)
-        self.base = _base(setting.vocab_size, self.device)
-        self.alone = _alone(setting.vocab_size, setting.markov_rank, self.device)
+        self.head = head_of(setting, self.device)
+        self.base = base_of(setting, self.device)
+        self.alone = alone_of(setting, self.device)
         self.runtime: WalkRuntime | None = None
         self.notes: list[Note] = []
         self.blocks = 0
@@ -192,7 +193,7 @@ class Scene:
         self,
         batch: int = BATCH,
         gamma: int = GAMMA,
-        anchor: int = 3,
+        anchor: int = FIRST_ANCHOR,
         temperatures: tuple[float, ...] | None = _TEMPERATURES,
         key: int = 5,
         offset: int | None = None,

@@ -45,7 +45,7 @@ def test_a_report_that_is_laid_out_otherwise_doesnt_compile() -> None:
 @pytest.mark.parametrize(
     ("report", "words"),
     [
-        (PairReport(code=1, lane=3, round=9), "didn't arrive within"),
+        (PairReport(code=1, lane=3, round=9), "didn't arrive in time"),
         (PairReport(code=2, lane=3, round=9, key=0xABC), "in pieces in lane 3, round 9: 0x0000000000000abc"),
         (PairReport(code=3), "out of order"),
         (PairReport(verified=PATTERNS - 1), f"{PATTERNS - 1} of {PATTERNS} words"),

@@ -43,7 +43,7 @@ class WalkGroup:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float = 300.0) -> None:
         self._group = group
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.device = device
         self.rank, self.world_size = 0, 1
         self._wire = torch.device("cpu")
@@ -71,12 +71,12 @@ class WalkGroup:
             return [value]
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         if self._wire.type == "cpu":
-            gathered = self._exchange(payload, what, self._timeout_s)
+            gathered = self._exchange(payload, what, self.timeout_s)
         else:
-            sizes = [int(size) for size in self._gather(torch.tensor([payload.numel()]), self._timeout_s)]
+            sizes = [int(size) for size in self._gather(torch.tensor([payload.numel()]), self.timeout_s)]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: payload.numel()] = payload
-            parts = self._gather(padded, self._timeout_s)
+            parts = self._gather(padded, self.timeout_s)
             gathered = [part[:size].cpu() for part, size in zip(parts, sizes, strict=True)]
         return [pickle.loads(part.numpy().tobytes()) for part in gathered]
 

@@ -61,7 +61,7 @@ class PairReport(ctypes.Structure):
         where = f"in lane {self.lane}, round {self.round}: {self.key:#018x} {self.tag:#018x}"
         if self.code:
             return {
-                1: f"a store didn't arrive within {LIMIT_S} s; last seen {where}",
+                1: f"a store didn't arrive in time; last seen {where}",
                 2: f"a 16-byte store arrived in pieces {where}",
                 3: f"a word came out of order {where}",
             }[self.code]
@@ -202,7 +202,7 @@ def _exchange(
             (arrivals.data_ptr(), ctypes.c_void_p),
             (rounds, ctypes.c_uint32),
             (int(group.rank > peer), ctypes.c_uint32),
-            (int(LIMIT_S * 1e9), ctypes.c_uint64),
+            (int(min(LIMIT_S, group.timeout_s) * 1e9), ctypes.c_uint64),
         )
         stream = torch.cuda.current_stream().cuda_stream
         values, types = zip(*arguments, strict=True)

@@ -202,7 +202,8 @@ def _exchange(
             (arrivals.data_ptr(), ctypes.c_void_p),
             (rounds, ctypes.c_uint32),
             (int(group.rank > peer), ctypes.c_uint32),
-            (int(min(LIMIT_S, group.timeout_s) * 1e9), ctypes.c_uint64),
+            # The vote on the outcome must fit into the same deadline.
+            (int(min(LIMIT_S, group.timeout_s / 4) * 1e9), ctypes.c_uint64),
         )
         stream = torch.cuda.current_stream().cuda_stream
         values, types = zip(*arguments, strict=True)

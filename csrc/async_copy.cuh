@@ -13,6 +13,11 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// One arrival of those that the phase waits for. Releases what this thread did before, and by __syncwarp its warp.
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // The barrier's phase ends when so many bytes have been copied.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
@@ -25,11 +30,10 @@ __device__ __forceinline__ void bulk_load(void* target, const void* source, uint
                  : "memory");
 }
 
-// Orders this thread's ordinary accesses to shared memory before bulk copies that overwrite it, once a barrier of the CTA
-// has passed.
+// Orders ordinary accesses to shared memory that this thread knows of, by a barrier, before the bulk copies that it starts.
 __device__ __forceinline__ void fence_before_bulk_loads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Waits for the barrier's phase of this parity. Bounded by the hardware: a copy ends or faults.
+// Waits for the barrier's phase of this parity. Who arrives is either the copy engine, or warps whose own waits are bounded.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -39,5 +43,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
         "@!arrived bra again;\n"
         "}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
+
+// Some warps of the CTA meet; barrier 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 }  // namespace tpw

@@ -1,8 +1,13 @@
 // What a CTA keeps in shared memory, and its share of the vocabulary.
 //
-// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_WARPS, TPW_REG_TILES and TPW_TAIL_STEPS (tiles
-// of W2 that a warp keeps in registers, but for the last k steps of the last one), TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass multiplies), TPW_ROUNDING, TPW_BASE_FP32,
-// TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
+// A CTA has two kinds of warps. kMultiplyWarps hold W2 and multiply; kServiceWarps do all else: they bring u and base logits,
+// draw noise, agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
+// ahead of or behind the dot products, which so never wait for the exchange.
+//
+// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_REG_TILES (tiles of W2 that a warp
+// keeps in registers), TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
+// pass multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one), TPW_ROUNDING,
+// TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
 #include "async_copy.cuh"
@@ -14,16 +19,14 @@
 
 namespace tpw {
 
-constexpr int kWarps = TPW_WARPS;
-constexpr int kThreads = kWarps * kWarpSize;
+constexpr int kMultiplyWarps = TPW_MULTIPLY_WARPS;
+constexpr int kServiceWarps = TPW_SERVICE_WARPS;
+constexpr int kServiceThreads = kServiceWarps * kWarpSize;
+constexpr int kThreads = (kMultiplyWarps + kServiceWarps) * kWarpSize;
 constexpr int kRegTiles = TPW_REG_TILES;
-constexpr int kTailSteps = TPW_TAIL_STEPS;  // of the last register tile, kept in shared memory
-constexpr int kRegFragments = kRegTiles * kSteps - kTailSteps;
-constexpr int kFragmentBytes = kWarpSize * static_cast<int>(sizeof(Fragment));
-constexpr int kTailBytes = kTailSteps * kFragmentBytes;  // of a warp
 constexpr int kColumnGroups = TPW_COLUMN_GROUPS;
 constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
-constexpr int kWarpRequests = (kRequests + kWarps - 1) / kWarps;  // request q of a pass is looked after by warp q % kWarps
+constexpr int kWarpRequests = kRequests / kServiceWarps;   // request q of a pass is looked after by service warp q % kServiceWarps
 constexpr int kRounding = TPW_ROUNDING;
 constexpr bool kSampled = TPW_SAMPLED;
 constexpr int kLogits = TPW_LOGITS;  // 0 none, 1 this rank's buffer, 2 every rank's
@@ -48,16 +51,15 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 constexpr bool kKeepsLogits = kSampled || kLogits != 0;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
-// What each of a warp's 8 row groups leaves of a request: its best value and where. A lane meets its rows in ascending order,
-// so the first of equal values is the smallest id.
+// The best of some rows of a request: its value and where. A lane meets its rows in ascending order, so the first of equal
+// values is the smallest id.
 #if TPW_SAMPLED || TPW_ROUNDING == 2
 
-struct __align__(8) Best {
+struct Best {
     int32_t value = kNothing;  // ordered()
-    uint32_t row = 0;          // of the CTA
+    uint32_t row = 0xffffffffu;  // of the CTA
 #if TPW_SAMPLED
     int32_t second = kNothing;  // scores are approximate: how near did another row come?
-    uint32_t unused;
 #endif
 
     __device__ __forceinline__ void add(float score, int candidate_row, bool exists) {
@@ -69,7 +71,24 @@ struct __align__(8) Best {
         value = wins ? candidate : value;
         row = wins ? candidate_row : row;
     }
+
+    // With the other lanes of a warp that hold the same request.
+    __device__ __forceinline__ void reduce() {
+#pragma unroll
+        for (int distance = 4; distance < kWarpSize; distance *= 2) {
+            const int32_t other_value = __shfl_xor_sync(kFullWarp, value, distance);
+            const uint32_t other_row = __shfl_xor_sync(kFullWarp, row, distance);
+#if TPW_SAMPLED
+            second = max(max(second, __shfl_xor_sync(kFullWarp, second, distance)), min(value, other_value));
+#endif
+            const bool wins = other_value > value || (other_value == value && other_row < row);
+            value = wins ? other_value : value;
+            row = wins ? other_row : row;
+        }
+    }
 };
+
+constexpr int kBestEntries = kMultiplyWarps;  // of a request: one a warp
 
 #else
 
@@ -88,9 +107,10 @@ struct Best {
     __device__ __forceinline__ uint32_t row() const { return 0xffff - (packed & 0xffff); }
 };
 
+constexpr int kBestEntries = kMultiplyWarps * 8;  // of a request: one a warp and row of an MMA's 8, which no shuffle reduces
+
 #endif
 
-constexpr int kBestEntries = kWarps * 8;
 constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests over the banks
 
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
@@ -103,47 +123,47 @@ struct __align__(16) RowState {
 };
 
 struct __align__(16) Control {
-    uint64_t weights_arrived;  // mbarriers of the bulk copies
+    uint64_t weights_arrived;  // mbarriers: bulk copies
     uint64_t base_arrived[2];
-    uint64_t block;   // this launch's; here instead of in registers that the dot products need
+    uint64_t u_ready[2];       // service warps -> multiply warps: u, and if sampled noise, of a pass
+    uint64_t best_ready[2];    // multiply warps -> service warps: a pass is multiplied
+    uint64_t block;            // this launch's; here instead of in registers that the dot products need
     uint64_t expiry;
     int32_t failed;
-    float u_scale[kRequests];
+    float u_scale[2][kRequests];
 };
 static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
 
 // Rows that buffers a row have room for: the tiles that a CTA owns, or as many as its warps' registers would hold, so that
 // nothing has to be left out when they hold fewer.
-__device__ __forceinline__ int staged_rows(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kWarps) * kTileRows; }
+__device__ __forceinline__ int staged_rows(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kMultiplyWarps) * kTileRows; }
 
-// Shared memory in this order; the host half is placement.place.
+// Shared memory in this order; the host half is placement.place. Where there are two of a thing, passes take turns.
 struct Smem {
     unsigned char* weights;  // [smem tile]
-    unsigned char* tails;  // [warp]
-    unsigned char* u;      // [column group]
-    Best* best;            // [request][kBestStride]
-    unsigned char* base;   // [2][request] staged base logits, base_stage_bytes each
-    float* noise;          // [request][rows], approximate
-    float* row_scales;     // [rows]
-    RowState* rows;        // [batch]
+    unsigned char* u;        // [2][column group]
+    unsigned char* base;     // [2][request] staged base logits, base_stage_bytes each
+    uint2* noise;            // [2][request][rows / 4], approximate, four fp16
+    Best* best;              // [2][request][kBestStride]
+    float* row_scales;       // [rows]
     Control* control;
+    RowState* rows;          // [batch]
 
     __device__ __forceinline__ Smem(unsigned char* start, const WalkParams& p) {
         const int cta_rows = staged_rows(p);
         weights = start;
-        tails = weights + p.smem_tiles * kTileBytes;
-        u = tails + kWarps * kTailBytes;
-        best = reinterpret_cast<Best*>(u + kColumnGroups * kUBytes);
-        base = reinterpret_cast<unsigned char*>(best + kRequests * kBestStride);
-        noise = reinterpret_cast<float*>(base + 2 * kRequests * p.base_stage_bytes);
-        row_scales = noise + (kSampled ? kRequests * cta_rows : 0);
+        u = weights + p.smem_tiles * kTileBytes;
+        base = u + 2 * kColumnGroups * kUBytes;
+        noise = reinterpret_cast<uint2*>(base + 2 * kRequests * p.base_stage_bytes);
+        best = reinterpret_cast<Best*>(noise + (kSampled ? 2 * kRequests * cta_rows / 4 : 0));
+        row_scales = reinterpret_cast<float*>(best + 2 * kRequests * kBestStride);
         control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? cta_rows : 0));
         rows = reinterpret_cast<RowState*>(reinterpret_cast<unsigned char*>(control) + TPW_CONTROL_BYTES);
     }
 };
 
 struct Cta {
-    int lane, warp, index, count;
+    int lane, warp, index, count;  // warp: among its kind
     int first_row, rows;  // of this rank's shard
     int batch;            // rows of the batch that are valid
 
@@ -155,6 +175,18 @@ struct Pass {
     int index, step, first_row, requests;  // index: of the block; first_row: of the batch
 
     __device__ __forceinline__ int buffer() const { return index & 1; }
+    __device__ __forceinline__ uint32_t parity() const { return (index >> 1) & 1; }  // of the mbarriers of its buffer
+};
+
+// The passes of a block, in order: all groups of a step, then the next step.
+struct Passes {
+    int groups, count, batch;
+
+    __device__ __forceinline__ Passes(int batch, int gamma) : groups((batch + kRequests - 1) / kRequests), count(groups * gamma), batch(batch) {}
+    __device__ __forceinline__ Pass at(int index) const {
+        const int step = groups == 1 ? index : index / groups, first_row = (index - step * groups) * kRequests;
+        return {index, step, first_row, min(kRequests, batch - first_row)};
+    }
 };
 
 // ---- base logits -----------------------------------------------------------------------------------------------------
@@ -173,7 +205,7 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
 
 // By one warp. The buffer's last readers are behind a barrier of the CTA.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    static_assert(kRequests <= kWarpSize, "a lane a request");
+    static_assert(kRequests <= kWarpSize && kWarpRequests * TPW_WORLD_SIZE <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
     const BaseLogit* row = base_logits(p, cta, pass.first_row + cta.lane, pass.step);
     const uint32_t shift = base_shift(p, cta, pass.first_row + cta.lane, pass.step);
@@ -205,15 +237,17 @@ __device__ __forceinline__ uint64_t noise_offset(const WalkParams& p, int row) {
 __device__ __forceinline__ uint64_t noise_slot(const WalkParams& p, int row) { return static_cast<uint64_t>(p.rows ? p.rows[row * p.rows_stride] : row); }
 
 __device__ __forceinline__ int64_t anchor(const WalkParams& p, int row) {
-    const int64_t token = p.anchors_are_int32 ? static_cast<const int32_t*>(p.anchors)[row * p.anchors_stride]
-                                              : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
-    return token;
+    return p.anchors_are_int32 ? static_cast<const int32_t*>(p.anchors)[row * p.anchors_stride]
+                               : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
 }
 
-__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta) {
-    for (int row = threadIdx.x; row < cta.batch; row += kThreads) {
+// Of W1 there is: an anchor out of range can't stop a captured graph (exchange.cuh flags it).
+__device__ __forceinline__ int64_t clamped(const WalkParams& p, int64_t token) { return min(max(token, int64_t{0}), p.target_vocab_size - 1); }
+
+__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int thread) {
+    for (int row = thread; row < cta.batch; row += kServiceThreads) {
         RowState& state = s.rows[row];
-        state.previous = static_cast<uint32_t>(anchor(p, row));
+        state.previous = static_cast<uint32_t>(clamped(p, anchor(p, row)));
         if constexpr (kSampled) {
             const uint64_t key = noise_key(p, row);
             state.key0 = static_cast<uint32_t>(key);
@@ -230,18 +264,26 @@ __device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int ste
     return {row.key0, row.key1, row.slot, static_cast<uint32_t>(step), row.offset};
 }
 
-// Noise doesn't depend on the token, so that of the next pass is drawn while this one's exchange is under way.
-__device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+// Noise doesn't depend on the token, so it is drawn ahead: with one group of requests by the multiply warps, while they would
+// wait for the exchange; with several by the service warps, while those multiply. Approximate, as fp16:
+// what it leaves undecided is scored exactly (multiply.cuh). Warps draw for requests of their own, or share one.
+__device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int warps) {
     const int quads = staged_rows(p) / 4;
     const uint32_t first_quad = (p.shard_start + cta.first_row) / 4;
-    float4* noise = reinterpret_cast<float4*>(s.noise);
-    int request = 0, quad = threadIdx.x;
-    for (;;) {
-        while (quad >= quads) quad -= quads, ++request;
-        if (request >= pass.requests) return;
+    const int sharers = max(warps / pass.requests, 1);
+    for (int request = cta.warp / sharers; request < pass.requests; request += warps / sharers) {
         const RowState& row = s.rows[pass.first_row + request];
-        if (row.temperature > 0.0f) noise[request * quads + quad] = noise_stream(row, pass.step).approximate(first_quad + quad);
-        quad += kThreads;
+        if (row.temperature == 0.0f) continue;
+        const NoiseStream stream = noise_stream(row, pass.step);
+        uint2* noise = s.noise + (pass.buffer() * kRequests + request) * quads;
+        const int stride = sharers * kWarpSize;
+        // Two draws side by side, as the rounds of one depend on each other.
+        for (int quad = cta.warp % sharers * kWarpSize + cta.lane; quad < quads; quad += 2 * stride) {
+            const int other = min(quad + stride, quads - 1);
+            const uint2 one = stream.approximate(first_quad + quad), two = stream.approximate(first_quad + other);
+            noise[quad] = one;
+            noise[other] = two;
+        }
     }
 }
 

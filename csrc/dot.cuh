@@ -55,8 +55,10 @@ struct Dot {
 struct Dot {
     using Accumulator = float;
     static constexpr int kStepK = 16;
-    static constexpr int kRequests = 8;
-    static constexpr int kLaneRequests = 2;
+    // Narrow: every other column stays empty, and a lane has the two rows of one request instead of a row of each of two: half
+    // the work behind the dot products.
+    static constexpr int kRequests = TPW_NARROW ? 4 : 8;
+    static constexpr int kLaneRequests = TPW_NARROW ? 1 : 2;
     static constexpr int kBytesPerElement = 2;
 
     __device__ static __forceinline__ void mma(Accumulator (&acc)[4], const Fragment& a, const uint2& b) {
@@ -65,7 +67,7 @@ struct Dot {
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     }
 
-    __device__ static __forceinline__ int lane_request(int lane, int which) { return 2 * (lane & 3) + which; }
+    __device__ static __forceinline__ int lane_request(int lane, int which) { return kLaneRequests * (lane & 3) + which; }
 
     __device__ static __forceinline__ float bias(const Accumulator (&acc)[4], int half, int which, float, float) {
         return acc[2 * half + which];
@@ -84,7 +86,7 @@ constexpr int kUBytes = kColumns * kColumnBytes;  // of one group of columns
 // Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
 // its words (a broadcast, free), and what they compute is never looked at.
 __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char* u, int lane, int columns) {
-    const int column = max(min(lane >> 2, columns - 1), 0);
+    const int column = max(min(lane >> 2, columns - 1), 0) & (TPW_NARROW ? ~1 : ~0);
     return u + column * kColumnBytes + (lane & 3) * 8;
 }
 
@@ -152,7 +154,7 @@ struct URow {
             }
         }
 #else
-        unsigned char* column = u + request * kColumnBytes;
+        unsigned char* column = u + request * (kColumns / Dot::kRequests) * kColumnBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};

@@ -2,9 +2,11 @@
 // the slots of its GPU and stores the result into the mailbox of every rank, where every CTA polls one word a rank.
 //
 // Two hops of tagged 128-bit words: no atomics, no fences, nothing to reset; mailbox.cuh says why that is sound. The other
-// designs that were measured, and how they compare: experiments/rendezvous.py.
+// designs that were measured, and how they compare: experiments/rendezvous.py. One of them, every CTA polling the slots of all
+// CTAs of both ranks, is a fifth faster there for one row, yet made the walk slower (51.3 instead of 45.5 µs at gamma 7): CTAs
+// that are early then poll the lines that late ones still write.
 //
-// All calls are made by whole warps. Those that return bool return false when the walk has failed: drain.
+// All calls but those that say so are made by whole warps. Those that return bool return false when the walk has failed: drain.
 #pragma once
 
 #include "score.cuh"
@@ -67,9 +69,10 @@ struct WalkExchange {
         return __all_sync(kFullWarp, agrees);
     }
 
-    // This CTA's best key of a row, which came to this step through token `previous`.
-    __device__ __forceinline__ void contribute(int lane, int step, int row, u32 previous, int cta, u64 key) const {
-        if (lane == 0) store_word<Scope::gpu>(slot_word(mailbox(), row, cta), key, step_tag(block(), step, previous));
+    // This CTA's best key of a row, which came to this step through token `previous`. By one lane.
+    __device__ __forceinline__ void contribute(int step, int row, u32 previous, int cta, u64 key) const {
+        const u64 tag = step_tag(block(), step, previous);
+        store_word<Scope::gpu>(slot_word(mailbox(), row, cta), key, tag);
     }
 
     // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks.
@@ -97,31 +100,22 @@ struct WalkExchange {
         return true;
     }
 
-    // Results of several rows at once: lane i * TPW_WORLD_SIZE + rank looks for that rank's word of the i-th row, `row` and
-    // `previous` being the lane's. Lanes that aren't `active` only take part.
-    //
-    // One look, which may be early: the words are whatever is there.
-    __device__ __forceinline__ Word peek(int lane, bool active, int step, int row, u32 previous) const {
-        Word word{0, step_tag(block(), step, previous)};
-        if (active) word = load_word<Scope::sys>(result_word(mailbox(), block(), step, row, lane % TPW_WORLD_SIZE));
-        return word;
-    }
-
-    __device__ __forceinline__ bool arrived(const Word& word, int step, u32 previous) const {
-        return __all_sync(kFullWarp, word.tag == step_tag(block(), step, previous));
-    }
-
-    // Looks until all are there. Afterwards `word.key` is the row's best over all ranks, on all lanes of the row.
-    __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, Word& word) const {
-        for (u32 polls = 1; !arrived(word, step, previous); ++polls) {
-            if (polls % POLLS_PER_LOOK == 0) {
-                const u64 tag = step_tag(block(), step, previous);
-                if (gives_up(word.tag != tag, {TPW_WAIT_RESULT, u32(lane % TPW_WORLD_SIZE), u32(step), u32(row)}, tag, word.tag)) return false;
-            }
-            word = peek(lane, active, step, row, previous);
+    // The best keys of several rows over all ranks: lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the i-th row,
+    // `row` and `previous` being the lane's. Afterwards `key` is the row's best on all lanes of the row. Lanes that aren't
+    // `active` only take part.
+    __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, u64& key) const {
+        const u64 tag = step_tag(block(), step, previous);
+        const u32 source = lane % TPW_WORLD_SIZE;
+        const char* result = result_word(mailbox(), block(), step, row, source);
+        Word word{0, tag};
+        for (u32 polls = 1;; ++polls) {
+            if (active) word = load_word<Scope::sys>(result);
+            if (__all_sync(kFullWarp, word.tag == tag)) break;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
         }
+        key = word.key;
 #pragma unroll
-        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) word.key = max(word.key, __shfl_xor_sync(kFullWarp, word.key, distance));
+        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) key = max(key, __shfl_xor_sync(kFullWarp, key, distance));
         return true;
     }
 

@@ -32,14 +32,26 @@ __device__ __forceinline__ float approximate_log(float x) {
     return log2 * 0.69314718f;
 }
 
-// The same within kGumbelError, at a tenth of the cost: enough to tell which ids can have drawn the largest score.
-// Below 1/32 the series of -log1p(-u) is cut after u^5/5 (relative error u^5/6 < 5e-9); above, lg2.approx is off by at
-// most 2^-22 (PTX ISA), 7e-6 of the exponential. The second logarithm adds 2^-22 of its value, which is below 24.
-constexpr float kGumbelError = 2e-5f;
+// The same within kGumbelError, at a tenth of the cost: enough to tell which ids can have drawn the largest score. The error is
+// a relative one of the exponential, and fp16's half of 2^-10 of a noise below 24. Below 1/32 the series of -log1p(-u) is cut
+// after u^2/2 (relative error u^2/3 < 3.3e-4); above, lg2.approx is off by at most 2^-22 (PTX ISA), 7e-6 of the exponential.
+constexpr float kGumbelError = 4e-4f + 24.0f * 0x1p-11f;
+
+__device__ __forceinline__ uint32_t pack_halves(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ float half_to_float(uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
 
 __device__ __forceinline__ float approximate_gumbel(uint32_t bits) {
     const float u = uniform(bits);
-    const float series = u * __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.2f, 0.25f), 1.0f / 3.0f), 0.5f), 1.0f);
+    const float series = __fmaf_rn(u, 0.5f * u, u);
     const float exponential = u < 0.03125f ? series : -approximate_log(1.0f - u);
     return -approximate_log(exponential);
 }
@@ -50,9 +62,10 @@ struct NoiseStream {
 
     __device__ __forceinline__ uint4 bits(uint32_t id_over_4) const { return philox4x32_10(make_uint4(id_over_4, row, step, offset), key0, key1); }
 
-    __device__ __forceinline__ float4 approximate(uint32_t id_over_4) const {
+    // Of four ids, as fp16.
+    __device__ __forceinline__ uint2 approximate(uint32_t id_over_4) const {
         const uint4 b = bits(id_over_4);
-        return make_float4(approximate_gumbel(b.x), approximate_gumbel(b.y), approximate_gumbel(b.z), approximate_gumbel(b.w));
+        return make_uint2(pack_halves(approximate_gumbel(b.x), approximate_gumbel(b.y)), pack_halves(approximate_gumbel(b.z), approximate_gumbel(b.w)));
     }
 
     __device__ __forceinline__ float exact(uint32_t id) const {
@@ -66,8 +79,8 @@ __device__ __forceinline__ float effective_temperature(float temperature) {
     return temperature > 0.0f ? fmaxf(temperature, 1e-5f) : 0.0f;
 }
 
-// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, a few
-// roundings of a sum below |score| + 24, and the reciprocal's.
+// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, and a few
+// roundings of a sum below |score| + 24, the reciprocal's included.
 __device__ __forceinline__ float score_error(float score) { return kGumbelError + 1e-6f * (fabsf(score) + 24.0f); }
 
 }  // namespace tpw

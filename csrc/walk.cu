@@ -1,14 +1,15 @@
 // The Markov walk: one launch for all gamma steps of a block. W2 is read once, into registers and shared memory, and the
 // kernel stays alive while the CTAs of all ranks agree on each step's token through the mailboxes.
 //
-// One CTA an SM. CTA c owns the 16-row tiles [c * T, (c + 1) * T) of this rank's rows; warp w of it the tiles w, w + kWarps,
-// ...: the first TPW_REG_TILES of those in registers, the next ones in shared memory, and what doesn't fit is streamed each
-// step. A *pass* is one step of one group of requests (the columns of the MMAs). With several groups the exchange of one is
-// hidden behind the dot products of the others.
+// One CTA an SM. CTA c owns the 16-row tiles [c * T, (c + 1) * T) of this rank's rows; multiply warp w of it the tiles w,
+// w + kMultiplyWarps, ...: the first TPW_REG_TILES of those in registers, the next ones in shared memory, and what doesn't fit
+// is streamed each step. A *pass* is one step of one group of requests (the columns of the MMAs).
 #include "exchange.cuh"
 #include "multiply.cuh"
 
 namespace tpw {
+
+constexpr int kServiceBarrier = 1, kMultiplyBarrier = 2;  // of named_barrier
 
 __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) {
     const uint32_t id = key_id(key);
@@ -16,14 +17,15 @@ __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) 
 }
 
 __device__ __forceinline__ const bf16* w1_row(const WalkParams& p, int64_t token) {
-    return p.w1 + min(max(token, int64_t{0}), p.target_vocab_size - 1) * TPW_RANK;
+    return p.w1 + clamped(p, token) * TPW_RANK;
 }
 
 __device__ __forceinline__ void store_token(const WalkParams& p, int row, int step, int64_t token) {
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
 }
 
-__device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+// By all service warps.
+__device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int thread) {
     for (int request = 0; request < pass.requests; ++request) {
         const int row = pass.first_row + request;
         if (kSampled && p.logits_sampled_rows_only && s.rows[row].temperature == 0.0f) continue;
@@ -32,10 +34,221 @@ __device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, 
 #pragma unroll
         for (int rank = 0; rank < (kLogits == 2 ? TPW_WORLD_SIZE : 1); ++rank) {
             Logit* out = static_cast<Logit*>(p.logits[rank]) + at;
-            for (int i = threadIdx.x; i < cta.rows; i += kThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
+            for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
         }
     }
 }
+
+// ---- the warps that multiply -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes) {
+    // W2 first: everything up to the first step happens in the shadow of these loads.
+    const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
+    Fragment weights[kRegTiles][kSteps];
+#pragma unroll
+    for (int i = 0; i < kRegTiles; ++i) {
+        const int tile = i * kMultiplyWarps + cta.warp;
+        const Fragment* source = cta_weights + tile * (kSteps * kWarpSize) + cta.lane;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) weights[i][k] = tile < p.tiles_per_cta ? load_weights(source + k * kWarpSize) : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    const auto draw = [&](int index) {
+        if (!kSampled || passes.groups != 1 || index >= passes.count) return;
+        draw_noise(p, s, cta, passes.at(index), kMultiplyWarps);
+        named_barrier(kMultiplyBarrier, kMultiplyWarps * kWarpSize);
+    };
+    draw(0);
+    for (int index = 0; index < passes.count; ++index) {
+        const Pass pass = passes.at(index);
+        mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
+        if (!s.control->failed) {
+            if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
+            mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
+            multiply(p, s, cta, pass, weights);
+        }
+        __syncwarp();
+        if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
+        if (s.control->failed) return;
+        draw(index + 1);
+    }
+}
+
+// ---- the warps that do all else --------------------------------------------------------------------------------------
+
+struct Service {
+    const WalkParams& p;
+    const Smem& s;
+    const Cta& cta;
+    const Passes& passes;
+    const WalkExchange exchange;
+    int thread;
+
+    __device__ __forceinline__ Service(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes)
+        : p(p), s(s), cta(cta), passes(passes), exchange{p, &s.control->block, &s.control->expiry}, thread(cta.warp * kWarpSize + cta.lane) {}
+
+    // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
+    __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
+    __device__ __forceinline__ void fail() const { s.control->failed = 1; }
+
+    __device__ __forceinline__ void start() const {
+        if (cta.warp == 0) {
+            if (cta.lane == 0) {
+                s.control->failed = 0;
+                mbarrier_init(&s.control->weights_arrived, 1);
+#pragma unroll
+                for (int buffer = 0; buffer < 2; ++buffer) {
+                    mbarrier_init(&s.control->base_arrived[buffer], 1);
+                    mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
+                    mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
+                }
+                mbarrier_expect(&s.control->weights_arrived, p.smem_tiles * kTileBytes);
+            }
+            __syncwarp();
+            const Fragment* weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
+            for (int tile = cta.lane; tile < p.smem_tiles; tile += kWarpSize)
+                bulk_load(s.weights + tile * kTileBytes, weights + (kRegTiles * kMultiplyWarps + tile) * (kSteps * kWarpSize), kTileBytes, &s.control->weights_arrived);
+            for (int index = 0; index < min(2, passes.count); ++index) stage_base(p, s, cta, passes.at(index));
+            if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
+        }
+        load_rows(p, s, cta, thread);
+        if constexpr (TPW_INT8)
+            for (int row = thread; row < cta.rows; row += kServiceThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
+    }
+
+    __device__ __forceinline__ bool open() const {
+        return exchange.open(cta.lane, cta.index, cta.batch, [&](int row, HeaderTensor tensor) -> uint64_t {
+            switch (tensor) {
+                case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(p, row));
+                case HeaderTensor::temperatures: return p.temperatures ? __float_as_uint(p.temperatures[row * p.temperatures_stride]) : 0;
+                case HeaderTensor::key: return noise_key(p, row);
+                case HeaderTensor::offset: return noise_offset(p, row);
+                default: return noise_slot(p, row);
+            }
+        });
+    }
+
+    // The tokens of a pass, once all ranks' keys are in: its rows' `previous` from now on. A warp looks after request
+    // warp + kServiceWarps * i. CTA 0 writes the tokens out, as it alone writes anchors should the block fail: when it has all
+    // of a block's keys nobody else of this rank waits for anything, so that a block's tokens are all its own or all anchors.
+    __device__ __forceinline__ void receive(const Pass& pass) const {
+        u64 key;
+        // Lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the warp's i-th row.
+        const int request = cta.warp + kServiceWarps * (cta.lane / TPW_WORLD_SIZE), row = pass.first_row + request;
+        const bool active = cta.lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
+        if (!exchange.receive(cta.lane, active, pass.step, row, active ? s.rows[row].previous : 0, key)) return fail();
+        if (!active || cta.lane % TPW_WORLD_SIZE != 0) return;
+        const int64_t token = target_id(p, key);
+        s.rows[row].previous = static_cast<uint32_t>(token);
+        if (cta.index == 0) store_token(p, row, pass.step, token);
+    }
+
+    __device__ __forceinline__ void draw(const Pass& pass) const {
+        if (kSampled && passes.groups > 1) draw_noise(p, s, cta, pass, kServiceWarps);
+    }
+
+    // u = W1[previous] of this warp's requests. With it the pass is ready, the warp's share of the noise included.
+    __device__ __forceinline__ void stage_u(const Pass& pass) const {
+        URow u[kWarpRequests];
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kWarpRequests; ++i) {
+            const int request = cta.warp + kServiceWarps * i;
+            if (request < pass.requests) u[i].load(w1_row(p, s.rows[pass.first_row + request].previous), cta.lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kWarpRequests; ++i) {
+            const int request = cta.warp + kServiceWarps * i;
+            if (request < pass.requests)
+                u[i].store(s.u + (pass.buffer() * kColumnGroups + request / Dot::kRequests) * kUBytes, &s.control->u_scale[pass.buffer()][request],
+                           request % Dot::kRequests, cta.lane);
+        }
+        __syncwarp();
+        if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
+    }
+
+    __device__ __forceinline__ void prefetch_u(u64 key) const {
+        if (key != 0 && cta.lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + cta.lane * 64));
+    }
+
+    __device__ __forceinline__ void contribute(const Pass& pass) const {
+#if TPW_SAMPLED
+        // All requests of the warp at once, as scoring a winner exactly takes long.
+        const int request = cta.warp + kServiceWarps * (cta.lane / kBestEntries);
+        const bool active = cta.lane < kWarpRequests * kBestEntries && request < pass.requests;
+        const uint64_t key = cta_best_keys(p, s, cta, pass, request, active);
+        if (active && cta.lane % kBestEntries == 0) {
+            const int row = pass.first_row + request;
+            exchange.contribute(pass.step, row, s.rows[row].previous, cta.index, key);
+        }
+#else
+        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
+            const int row = pass.first_row + request;
+            const uint64_t key = cta_best_key(p, s, cta, pass, request);
+            if (cta.lane == 0) exchange.contribute(pass.step, row, s.rows[row].previous, cta.index, key);
+            // One of these is the next u, and this early its row of W1 is in L2 in time. Beyond a few requests it would be more
+            // traffic than it saves.
+            if (passes.groups == 1) prefetch_u(key);
+        }
+#endif
+    }
+
+    __device__ __forceinline__ void aggregate(const Pass& pass) const {
+        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
+            const int row = pass.first_row + request;
+            if (!cta.aggregates(row)) continue;
+            u64 best;
+            if (!exchange.aggregate(cta.lane, pass.step, row, s.rows[row].previous, cta.count, best)) return fail();
+            prefetch_u(best);  // most likely the next u
+        }
+    }
+
+    __device__ __forceinline__ void run() const {
+        start();
+        __syncthreads();
+        if (cta.warp == kServiceWarps - 1 && !open()) fail();
+        for (int index = 0; index < min(lead(), passes.count); ++index) {
+            draw(passes.at(index));
+            stage_u(passes.at(index));
+        }
+        for (int index = 0; index < passes.count; ++index) {
+            const Pass pass = passes.at(index);
+            mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
+            if (s.control->failed) break;
+            contribute(pass);
+            aggregate(pass);
+            if constexpr (kLogits != 0) copy_logits(p, s, cta, pass, thread);
+            // The buffer's base logits, and the logits in their place, have been read by all.
+            if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
+            if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {
+                if constexpr (kKeepsLogits) fence_before_bulk_loads();
+                stage_base(p, s, cta, passes.at(index + 2));
+            }
+            if (index + lead() >= passes.count) continue;
+            const Pass next = passes.at(index + lead());
+            draw(next);
+            if (next.step > 0) receive(passes.at(next.index - passes.groups));
+            stage_u(next);
+        }
+        if (cta.index == 0) finish();
+    }
+
+    // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
+    __device__ __forceinline__ void finish() const {
+        if (!s.control->failed)
+            for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index));
+        named_barrier(kServiceBarrier, kServiceThreads);
+        if (s.control->failed) {
+            for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));
+        } else if (thread == 0) {
+            uint64_t last_tokens = 0;
+            for (int row = 0; row < cta.batch; ++row) last_tokens += row_hash(row, s.rows[row].previous);
+            exchange.close(last_tokens);
+            if (p.temperatures && p.offset_pointer)
+                for (int row = 0; row < (p.offset_stride ? cta.batch : 1); ++row) p.offset_pointer[row * p.offset_stride] += 1;
+        }
+    }
+};
 
 }  // namespace tpw
 
@@ -51,183 +264,14 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     cta.first_row = blockIdx.x * p.tiles_per_cta * kTileRows;
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
     cta.batch = p.num_valid ? min(max(*p.num_valid, 0), p.batch) : p.batch;
-    const int groups = (cta.batch + kRequests - 1) / kRequests;
-    const auto pass_of = [&](int index, int step, int group) { return Pass{index, step, group * kRequests, min(kRequests, cta.batch - group * kRequests)}; };
-
-    // W2 first: everything up to the first step happens in the shadow of these loads.
-    const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(blockIdx.x) * p.tiles_per_cta * (kSteps * kWarpSize);
-    if (cta.warp == 0) {
-        const int tails = kTailSteps > 0 ? min(max(p.tiles_per_cta - (kRegTiles - 1) * kWarps, 0), kWarps) : 0;
-        if (cta.lane == 0) {
-            s.control->failed = 0;
-            WalkExchange::start(p, &s.control->block, &s.control->expiry);
-            mbarrier_init(&s.control->weights_arrived, 1);
-            mbarrier_init(&s.control->base_arrived[0], 1);
-            mbarrier_init(&s.control->base_arrived[1], 1);
-            mbarrier_expect(&s.control->weights_arrived, p.smem_tiles * kTileBytes + tails * kTailBytes);
-        }
-        __syncwarp();
-        if (cta.lane < tails)
-            bulk_load(s.tails + cta.lane * kTailBytes, cta_weights + (((kRegTiles - 1) * kWarps + cta.lane) * kSteps + kSteps - kTailSteps) * kWarpSize, kTailBytes,
-                      &s.control->weights_arrived);
-        for (int tile = cta.lane; tile < p.smem_tiles; tile += kWarpSize)
-            bulk_load(s.weights + tile * kTileBytes, cta_weights + (kRegTiles * kWarps + tile) * (kSteps * kWarpSize), kTileBytes, &s.control->weights_arrived);
-        if (groups > 0) stage_base(p, s, cta, pass_of(0, 0, 0));
-    }
-    Fragment weights[kRegFragments];
-#pragma unroll
-    for (int i = 0; i < kRegFragments; ++i) {
-        const int tile = i / kSteps * kWarps + cta.warp;
-        const Fragment* source = cta_weights + (tile * kSteps + i % kSteps) * kWarpSize + cta.lane;
-        weights[i] = tile < p.tiles_per_cta ? load_weights(source) : make_uint4(0, 0, 0, 0);
-    }
-
-    const WalkExchange exchange{p, &s.control->block, &s.control->expiry};
-    const auto fail = [&] { s.control->failed = 1; };
-    load_rows(p, s, cta);
-    if constexpr (TPW_INT8)
-        for (int row = threadIdx.x; row < cta.rows; row += kThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
-    __syncthreads();
-    if constexpr (kSampled)
-        if (groups > 0) draw_noise(p, s, cta, pass_of(0, 0, 0));
-    const auto hashed = [&](int row, HeaderTensor tensor) -> uint64_t {
-        switch (tensor) {
-            case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(p, row));
-            case HeaderTensor::temperatures: return p.temperatures ? __float_as_uint(p.temperatures[row * p.temperatures_stride]) : 0;
-            case HeaderTensor::key: return noise_key(p, row);
-            case HeaderTensor::offset: return noise_offset(p, row);
-            default: return noise_slot(p, row);
-        }
-    };
-    if (cta.warp == kWarps - 1 && !exchange.open(cta.lane, cta.index, cta.batch, hashed)) fail();
-
-    // A warp looks after request cta.warp + kWarps * i of a pass; where it waits for results, lane i * TPW_WORLD_SIZE + rank does.
-    struct Mine {
-        bool active;
-        int row;
-        u32 previous;
-    };
-    const auto mine_of = [&](const Pass& pass) {
-        const int request = cta.warp + kWarps * (cta.lane / TPW_WORLD_SIZE), row = pass.first_row + request;
-        const bool active = cta.lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
-        return Mine{active, row, active ? s.rows[row].previous : 0};
-    };
-    // The tokens of `step`, once all ranks' results are in: the rows' `previous` from now on. CTA 0 writes them out, as it alone
-    // writes anchors should the block fail: when it has all of a block's results nobody else of this rank waits for anything,
-    // so that a block's tokens are either all its own or all anchors.
-    const auto receive = [&](int step, const Mine& mine, Word& word) {
-        if (!exchange.receive(cta.lane, mine.active, step, mine.row, mine.previous, word)) return fail();
-        if (!mine.active || cta.lane % TPW_WORLD_SIZE != 0) return;
-        const int64_t token = target_id(p, word.key);
-        s.rows[mine.row].previous = static_cast<uint32_t>(token);
-        if (cta.index == 0) store_token(p, mine.row, step, token);
-    };
-    // u = W1[previous] of this warp's rows of a pass.
-    URow u[kWarpRequests];
-    const auto load_u = [&](const Pass& pass) {
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kWarpRequests; ++i)
-            if (cta.warp + kWarps * i < pass.requests) u[i].load(w1_row(p, s.rows[pass.first_row + cta.warp + kWarps * i].previous), cta.lane);
-    };
-    const auto store_u = [&](const Pass& pass) {
-#pragma unroll
-        for (int i = 0; i < kWarpRequests; ++i) {
-            const int request = cta.warp + kWarps * i;
-            if (request < pass.requests)
-                u[i].store(s.u + request / Dot::kRequests * kUBytes, &s.control->u_scale[request], request % Dot::kRequests, cta.lane);
-        }
-    };
-    const auto prefetch_u = [&](u64 key) {
-        if (key != 0 && cta.lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + cta.lane * 64));
-    };
-    const auto aggregate = [&](const Pass& pass) {
-        for (int request = cta.warp; request < pass.requests; request += kWarps) {
-            const int row = pass.first_row + request;
-            if (!cta.aggregates(row)) continue;
-            u64 best;
-            if (!exchange.aggregate(cta.lane, pass.step, row, s.rows[row].previous, cta.count, best)) return fail();
-            // Most likely the next u: have it in L2 by then.
-            prefetch_u(best);
-        }
-    };
-
-    if (groups > 0) {
-        load_u(pass_of(0, 0, 0));
-        store_u(pass_of(0, 0, 0));
-    }
-    int index = 0;
-    for (int step = 0; step < p.gamma; ++step) {
-        for (int group = 0; group < groups; ++group, ++index) {
-            const Pass pass = pass_of(index, step, group);
-            const bool last_group = group + 1 == groups;
-            const Pass next = pass_of(index + 1, step + last_group, last_group ? 0 : group + 1);
-            const bool has_next = next.step < p.gamma;
-            if constexpr (kKeepsLogits) fence_before_bulk_loads();
-            __syncthreads();
-            if (s.control->failed) goto drained;
-            if (has_next && cta.warp == kWarps - 1) stage_base(p, s, cta, next);
-            if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
-            mbarrier_wait(&s.control->base_arrived[pass.buffer()], (index >> 1) & 1);
-            // With several groups, the results that the next pass waits for are here already as a rule: look before the dot
-            // products, and have its rows of W1 under way while this pass is contributed.
-            const Mine mine = mine_of(next);
-            const bool waits = has_next && next.step > 0;
-            Word word{0, 0};
-            if (groups > 1 && waits) word = exchange.peek(cta.lane, mine.active, next.step - 1, mine.row, mine.previous);
-            multiply(p, s, cta, pass, weights);
-            __syncthreads();
-            const bool early = groups > 1 && waits && exchange.arrived(word, next.step - 1, mine.previous);
-            if (early) {
-                receive(next.step - 1, mine, word);
-                load_u(next);
-            }
-            for (int request = cta.warp; request < pass.requests; request += kWarps) {
-                const int row = pass.first_row + request;
-                const uint64_t key = cta_best_key(p, s, cta, pass, request);
-                exchange.contribute(cta.lane, step, row, s.rows[row].previous, cta.index, key);
-                // One of these is the next u, and this early its row of W1 arrives in time. Beyond a few requests it would be
-                // more traffic than it saves.
-                if (groups == 1) prefetch_u(key);
-            }
-            // What the aggregator of a group's rows owes: at once when there is one group; with more, one pass later, when
-            // the slots have long arrived.
-            if (groups == 1)
-                aggregate(pass);
-            else if (index > 0)
-                aggregate(pass_of(0, group > 0 ? step : step - 1, group > 0 ? group - 1 : groups - 1));
-            if constexpr (kLogits != 0) copy_logits(p, s, cta, pass);
-            if (has_next) {
-                // The noise buffer's last readers, the dot products, are behind a barrier.
-                if constexpr (kSampled) draw_noise(p, s, cta, next);
-                if (!early) {
-                    if (waits) receive(next.step - 1, mine, word);
-                    load_u(next);
-                }
-                store_u(next);
-            }
-        }
-    }
-    if (groups > 1) aggregate(pass_of(0, p.gamma - 1, groups - 1));
-    if (cta.index != 0) return;
-    // The last results, and with them the end of all reading of what CTA 0 is about to change.
-    for (int group = 0; group < groups; ++group) {
-        const Mine mine = mine_of(pass_of(0, p.gamma - 1, group));
-        Word word{0, 0};
-        receive(p.gamma - 1, mine, word);
-    }
-    __syncthreads();
-drained:
-    if (cta.index != 0) return;
-    if (s.control->failed) {
-        for (int i = threadIdx.x; i < cta.batch * p.gamma; i += kThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));
-        return;
-    }
-    if (threadIdx.x == 0) {
-        uint64_t last_tokens = 0;
-        for (int row = 0; row < cta.batch; ++row) last_tokens += row_hash(row, s.rows[row].previous);
-        exchange.close(last_tokens);
-        if (p.temperatures && p.offset_pointer)
-            for (int row = 0; row < (p.offset_stride ? cta.batch : 1); ++row) p.offset_pointer[row * p.offset_stride] += 1;
+    const Passes passes(cta.batch, p.gamma);
+    // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).
+    if (cta.warp < kMultiplyWarps) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TPW_MULTIPLY_REGISTERS));
+        multiply_warps(p, s, cta, passes);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TPW_SERVICE_REGISTERS));
+        cta.warp -= kMultiplyWarps;
+        Service(p, s, cta, passes).run();
     }
 }

@@ -39,7 +39,9 @@ def region_of(offset: int) -> str:
     return max((start, name) for name, (start, _) in REGIONS.items() if start <= offset)[1]
 
 
-def walk_macros(*, int8: bool = False, sampled: bool = False, logits: str = "none", groups: int = 1) -> dict[str, int]:
+def walk_macros(
+    *, int8: bool = False, sampled: bool = False, logits: str = "none", groups: int = 1, narrow: bool = False
+) -> dict[str, int]:
     """Of one of the kernels that a runtime of 2 ranks loads."""
     (macros,) = (
         one.macros
@@ -53,7 +55,7 @@ def walk_macros(*, int8: bool = False, sampled: bool = False, logits: str = "non
             num_sms=LAYOUT.num_ctas,
             shared_limit=232_448,
         )
-        if (one.sampled, one.logits, one.column_groups) == (sampled, logits, groups)
+        if (one.sampled, one.logits, one.columns.groups, one.columns.narrow) == (sampled, logits, groups, narrow)
     )
     return macros
 
@@ -105,7 +107,7 @@ def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize(
     "kernel",
-    [{}, {"groups": 2}, {"sampled": True, "logits": "local", "groups": 2}, {"int8": True}],
+    [{}, {"narrow": True}, {"groups": 2}, {"sampled": True, "logits": "local", "groups": 2}, {"int8": True}],
     ids=str,
 )
 def test_walk_touches_mailboxes_as_the_model_does(kernel: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tp_walk.config import LogitsMode
-from tp_walk.placement import WARP_SIZE, WARPS
+from tp_walk.kernels import THREADS
 from tp_walk.ranks import run_ranks
 from tp_walk.results import Cell, Column, ResultTable, environment
 from tp_walk.timing import METHOD, BlockTimer, Timing
@@ -199,7 +199,7 @@ def _measure(point: Point, workloads: _Workloads, timer: BlockTimer, iterations:
         candidates |= {f"{name}{ONE_GPU}": run for name, run in prepared.ready.items() if name in everywhere}
         refused |= {f"{name}{ONE_GPU}": reason for name, reason in prepared.refused.items()}
     if workloads.ranks.device.type == "cuda":
-        candidates[EMPTY] = timer.empty_graph(WARPS * WARP_SIZE)
+        candidates[EMPTY] = timer.empty_graph(THREADS)
     return row_of(point, timer.measure(candidates, iterations), refused, ours.group.world_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import itertools
 from dataclasses import dataclass
@@ -10,18 +11,34 @@ from typing import Any
 import torch
 
 from tp_walk import jit
-from tp_walk.config import Rounding
+from tp_walk.config import LogitsRows, Rounding
 from tp_walk.errors import KernelError, PlanUnavailableError
 from tp_walk.launch_order import launch_order
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
 from tp_walk.peers import PeerMailboxes
-from tp_walk.placement import CONTROL_BYTES, MAX_GRID, TILE_ROWS, WARP_SIZE, WARPS, Placement, place, requests_of
+from tp_walk.placement import (
+    BF16_COLUMNS,
+    CONTROL_BYTES,
+    INT8_COLUMNS,
+    MAX_GRID,
+    MULTIPLY_REGISTERS,
+    MULTIPLY_WARPS,
+    SERVICE_REGISTERS,
+    SERVICE_WARPS,
+    TILE_ROWS,
+    WARP_SIZE,
+    ColumnUse,
+    Placement,
+    place,
+    requests_of,
+)
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
 from tp_walk.quantize import quantize_rows
 from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
 LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
+THREADS = (MULTIPLY_WARPS + SERVICE_WARPS) * WARP_SIZE
 
 _P, _I64, _U64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
 
@@ -85,9 +102,12 @@ def walk_macros(
         "TPW_INT8": int(placement.int8),
         "TPW_RANK": placement.markov_rank,
         "TPW_REG_TILES": placement.reg_tiles,
-        "TPW_TAIL_STEPS": placement.tail_steps,
-        "TPW_WARPS": WARPS,
-        "TPW_COLUMN_GROUPS": placement.column_groups,
+        "TPW_MULTIPLY_WARPS": MULTIPLY_WARPS,
+        "TPW_MULTIPLY_REGISTERS": MULTIPLY_REGISTERS,
+        "TPW_SERVICE_WARPS": SERVICE_WARPS,
+        "TPW_SERVICE_REGISTERS": SERVICE_REGISTERS,
+        "TPW_COLUMN_GROUPS": placement.columns.groups,
+        "TPW_NARROW": int(placement.columns.narrow),
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
@@ -104,13 +124,13 @@ class Specialisation:
     """One cubin of csrc/walk.cu, and how its launches place W2.
 
     base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
-    rank's columns are written out. column_groups: 2 for batches that don't fit one pass of 8 MMA columns.
+    rank's columns are written out. columns: what a pass multiplies; larger batches take several passes.
     """
 
     base_fp32: bool
     sampled: bool
     logits: str
-    column_groups: int
+    columns: ColumnUse
     placement: Placement
     macros: dict[str, int]
 
@@ -131,14 +151,12 @@ def specialisations(
     rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
     """
     found = []
-    for base_fp32, sampled, logits, column_groups in itertools.product(
-        (False, True), (False, True), ("none", "local"), (1, 2)
+    for base_fp32, sampled, logits, columns in itertools.product(
+        (False, True), (False, True), ("none", "local"), column_uses(int8, max_batch)
     ):
         if base_fp32 and rounding != "none":
             continue
         if rounding == "none" and not base_fp32 and _keeps_logits(sampled, logits):
-            continue
-        if column_groups > 1 and max_batch <= requests_of(int8, 1):
             continue
         placement = place(
             int8=int8,
@@ -150,25 +168,32 @@ def specialisations(
             sampled=sampled,
             base_bytes=4 if base_fp32 else 2,
             rounding=rounding,
-            column_groups=column_groups,
+            columns=columns,
         )
         layout = MailboxLayout(world_size, max_batch, placement.grid)
         macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
-        found.append(Specialisation(base_fp32, sampled, logits, column_groups, placement, macros))
+        found.append(Specialisation(base_fp32, sampled, logits, columns, placement, macros))
     return found
 
 
+def column_uses(int8: bool, max_batch: int) -> list[ColumnUse]:
+    """Those that batches of up to max_batch want, each serving larger batches than the one before."""
+    uses = INT8_COLUMNS if int8 else BF16_COLUMNS
+    enough = next((i for i, use in enumerate(uses) if requests_of(int8, use) >= max_batch), len(uses) - 1)
+    return list(uses[: enough + 1])
+
+
 def _keeps_logits(sampled: bool, logits: str) -> bool:
-    """A kernel that wants a logit once more stages it in the place of its base logit; an fp32 logit needs fp32 there."""
+    """A kernel that needs a logit later keeps it where its base logit was staged: an fp32 logit wants fp32 there."""
     return sampled or logits != "none"
 
 
 def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
     """W2's rows in the order in which MMA lanes hold them.
 
-    rows: `[n, r]` bf16 or int8, contiguous. Returns int32 `[grid * tiles_per_cta, k steps, 32, 4]`, zero where there is no
-    row. Lane 4g + j of a tile's k step holds, of rows g and g + 8, the j-th 4 bytes of both halves of the step's k range
-    (PTX ISA, matrix fragments of mma.m16n8k16 and mma.m16n8k32).
+    rows: `[n, r]` bf16 or int8, contiguous. Returns int32 `[grid * tiles_per_cta, k steps, 32, 4]`, zero where there
+    is no row. Lane 4g + j of a tile's k step holds, of rows g and g + 8, the j-th 4 bytes of both halves of the step's
+    k range (PTX ISA, matrix fragments of mma.m16n8k16 and mma.m16n8k32).
     """
     tiles = placement.grid * placement.tiles_per_cta
     padded = torch.zeros(tiles * TILE_ROWS, placement.markov_rank, dtype=rows.dtype, device=rows.device)
@@ -194,7 +219,7 @@ class _Launch:
         cooperative.value.cooperative = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = placement.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = WARPS * WARP_SIZE, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
         config.sharedMemBytes = placement.shared_bytes
         # Cooperative: a grid that can't be co-resident is refused instead of waiting for CTAs that never start.
         config.attrs = [cooperative]
@@ -206,23 +231,22 @@ class _Launch:
         (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, arguments, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise KernelError(
-                f"launching the walk ({self._config.gridDimX} CTAs, {self._config.sharedMemBytes} bytes of shared memory each) failed: {status.name}"
+                f"launching the walk ({self._config.gridDimX} CTAs, {self._config.sharedMemBytes} bytes of shared "
+                f"memory each) failed: {status.name}"
             )
 
 
 def _check_co_resident(function: Any, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
     from cuda.bindings import driver
 
-    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        function, WARPS * WARP_SIZE, placement.shared_bytes
-    )
+    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, placement.shared_bytes)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise KernelError(f"the walk's occupancy isn't known: {status.name}")
     if placement.grid > ctas * num_sms:
         raise PlanUnavailableError(
-            f"the walk's {placement.grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them at "
-            f"once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {placement.shared_bytes} bytes of "
-            "shared memory a CTA"
+            f"the walk's {placement.grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them "
+            f"at once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {placement.shared_bytes} "
+            "bytes of shared memory a CTA"
         )
 
 
@@ -231,6 +255,15 @@ def _strided(tensor: torch.Tensor | None) -> tuple[int | None, int]:
     if tensor is None:
         return None, 0
     return tensor.data_ptr(), 0 if tensor.numel() == 1 else tensor.stride(0)
+
+
+def stored_rows(inputs: WalkInputs) -> torch.Tensor:
+    """`[batch]` bool: the rows whose logits a walk writes."""
+    rows = torch.arange(inputs.tokens.shape[0], device=inputs.tokens.device)
+    stored = rows >= 0 if inputs.num_valid is None else rows < inputs.num_valid
+    if inputs.logits_rows == "sampled":
+        stored &= False if inputs.temperatures is None else inputs.temperatures > 0
+    return stored
 
 
 class KernelExecutor:
@@ -248,7 +281,8 @@ class KernelExecutor:
         properties = torch.cuda.get_device_properties(context.device)
         if properties.major < 9:
             raise PlanUnavailableError(
-                f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability {properties.major}.{properties.minor}"
+                f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability "
+                f"{properties.major}.{properties.minor}"
             )
         self._world_size = world_size
         self._shard_width = shard_width
@@ -260,10 +294,12 @@ class KernelExecutor:
             max_batch=context.max_batch,
             rounding=context.rounding,
             num_sms=properties.multi_processor_count,
-            shared_limit=properties.shared_memory_per_block_optin,
+            shared_limit=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
         # The placements differ in what they stage, not in where a row of W2 is found.
         self._placement = self._specialisations[0].placement
+        self._columns = column_uses(self.int8, context.max_batch)
+        self._fits = [requests_of(self.int8, use) for use in self._columns]
         self._layout = MailboxLayout(world_size, context.max_batch, self._placement.grid)
         self._mailboxes = (
             PeerMailboxes(context.group, self._layout, context.device)
@@ -293,7 +329,7 @@ class KernelExecutor:
         self._order = launch_order(context.device)
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
         self._launches = {
-            (one.base_fp32, one.sampled, one.logits, one.column_groups): _Launch(
+            (one.base_fp32, one.sampled, one.logits, one.columns): _Launch(
                 jit.compile_kernel("walk.cu", "walk", one.macros), one.placement, properties.multi_processor_count
             )
             for one in self._specialisations
@@ -312,13 +348,45 @@ class KernelExecutor:
         return self._fragments.nbytes + scales + self._layout.num_bytes
 
     def walk(self, inputs: WalkInputs) -> None:
+        gathers = inputs.logits == "full" and self._world_size > 1
+        if gathers or inputs.lse_out is not None:
+            self._walk_and_gather(inputs, gathers)
+        else:
+            self._walk(inputs)
+        # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
+        self.check()
+
+    def _walk_and_gather(self, inputs: WalkInputs, gathers: bool) -> None:
+        """Full logits of a sharded plan, and log-sum-exp: from this rank's columns, by collectives after the walk."""
+        context, timeout_s = self._context, self._context.deadline.steady_s
+        batch, gamma = inputs.tokens.shape
+        dtype = torch.float32 if context.rounding == "none" else torch.bfloat16
+        own = torch.empty(batch, gamma, self._shard_width, dtype=dtype, device=context.device)
+        rows: LogitsRows = inputs.logits_rows if inputs.lse_out is None else "all"
+        self._walk(inputs._replace(logits="local", logits_rows=rows, logits_out=own))
+        if inputs.lse_out is not None:
+            temperatures: torch.Tensor | float = 1.0
+            if inputs.temperatures is not None:
+                given = inputs.temperatures[:, None, None]
+                temperatures = torch.where(given > 0, given.clamp_min(1e-5), 1.0)
+            lse = torch.logsumexp(torch.nn.functional.pad(own.float(), (0, 1), value=-torch.inf) / temperatures, -1)
+            if self._world_size > 1:
+                lse = torch.logsumexp(context.group.all_gather(lse, timeout_s), 0)
+            valid = stored_rows(inputs._replace(logits_rows="all"))
+            inputs.lse_out.copy_(torch.where(valid[:, None], lse, inputs.lse_out))
+        if inputs.logits_out is not None:
+            widths = [shard.width for shard in context.shards]
+            columns = context.group.all_gather_columns(own, widths, timeout_s) if gathers else own
+            inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], columns, inputs.logits_out))
+
+    def _walk(self, inputs: WalkInputs) -> None:
         base = inputs.base_logits
         sampled = inputs.temperatures is not None
         if self._context.rounding == "none" and _keeps_logits(sampled, inputs.logits):
             base = base.float()
         logits = "none" if inputs.logits == "none" else "local"
-        column_groups = 1 if base.shape[0] <= requests_of(self.int8, 1) else 2
-        launch = self._launches[base.dtype == torch.float32, sampled, logits, column_groups]
+        columns = self._columns[bisect.bisect_left(self._fits, base.shape[0], hi=len(self._fits) - 1)]
+        launch = self._launches[base.dtype == torch.float32, sampled, logits, columns]
         placement = launch.placement
         p = self._params
         p.tiles_per_cta = placement.tiles_per_cta
@@ -344,14 +412,9 @@ class KernelExecutor:
             p.key = p.offset = 0
         p.tokens = inputs.tokens.data_ptr()
         p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
-        logits_out = inputs.logits_out
-        gathers = inputs.logits == "full" and self._world_size > 1
-        if gathers:
-            shape = (base.shape[0], base.shape[1], self._shard_width)
-            logits_out = torch.empty(shape, dtype=inputs.logits_out.dtype, device=base.device)
-        if logits_out is not None:
-            p.logits[0] = logits_out.data_ptr()
-            p.logits_stride_row, p.logits_stride_step = logits_out.stride(0), logits_out.stride(1)
+        if inputs.logits_out is not None:
+            p.logits[0] = inputs.logits_out.data_ptr()
+            p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
         p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
         p.batch, p.gamma = base.shape[0], base.shape[1]
         p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
@@ -370,12 +433,6 @@ class KernelExecutor:
         self._order.before(stream)
         launch(self._arguments_address, stream.cuda_stream)
         self._order.after(stream)
-        if gathers:
-            widths = [shard.width for shard in self._context.shards]
-            columns = self._context.group.all_gather_columns(logits_out, widths, self._context.deadline.steady_s)
-            inputs.logits_out.copy_(columns)
-        # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
-        self.check()
 
     def check(self) -> None:
         self._mailboxes.check()
@@ -442,12 +499,8 @@ class Int8Executor(KernelExecutor):
         batch, gamma = inputs.tokens.shape
         whole = inputs.logits_out.new_empty(batch, gamma, context.shape.vocab_size)
         super().walk(inputs._replace(logits="full", logits_out=whole))
-        rows = torch.arange(batch, device=context.device)
-        stored = rows >= 0 if inputs.num_valid is None else rows < inputs.num_valid
-        if inputs.logits_rows == "sampled":
-            stored &= False if inputs.temperatures is None else inputs.temperatures > 0
         own = whole[..., context.shard.start : context.shard.stop]
-        inputs.logits_out.copy_(torch.where(stored[:, None, None], own, inputs.logits_out))
+        inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], own, inputs.logits_out))
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         return quantize_rows(context.head.w2_rows(0, context.shape.vocab_size).to(context.device))

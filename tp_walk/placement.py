@@ -1,4 +1,4 @@
-"""Where a kernel keeps each row of W2: registers, shared memory, or streamed. Arithmetic alone, the same on every machine.
+"""Where a kernel keeps each row of W2: registers, shared memory, or streamed. Arithmetic alone, alike on every machine.
 
 The host half of the constants and of `Smem` in csrc/cta.cuh.
 """
@@ -15,35 +15,50 @@ TILE_ROWS = 16
 FRAGMENT_BYTES = 16
 COLUMNS = 8
 MAX_GRID = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange.cuh
-CONTROL_BYTES = 112
+CONTROL_BYTES = 208
 ROW_STATE_BYTES = 32
 
 
-# 8 warps have 255 registers a thread. Holding W2 in 160 of them leaves 95 for the dot products, which want them for loads
-# in flight. 12 warps of 168 registers, 128 of them W2, hold as much, but a step's dot products took 3,400 cycles (H200,
-# batch 1): every load waited for the MMA before it.
-WARPS = 8
-REG_FRAGMENTS = 40  # 16 bytes a lane: the W2 operand of one MMA
+# 8 warps hold W2 and multiply, 4 do all else; warp groups of 4 share the SM's 65,536 registers by setmaxnreg. W2 takes
+# 128 of a multiply warp's 200. More of it in registers left the assembler too few for the dot products: it spilled W2,
+# whose first load then waited, or finished one tile after the other, so that every MMA waited for the one before.
+MULTIPLY_WARPS = 8
+SERVICE_WARPS = 4
+MULTIPLY_REGISTERS = 200
+SERVICE_REGISTERS = 96
+REG_FRAGMENTS = 32  # 16 bytes a lane: the W2 operand of one MMA
+
+
+@dataclass(frozen=True)
+class ColumnUse:
+    """What the columns of a pass's MMAs are used for. groups: of 8 columns. narrow: every other column stays empty."""
+
+    groups: int
+    narrow: bool
+
+
+# Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
+# int8 has a second plane of u in the other column anyway.
+BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
+INT8_COLUMNS = (ColumnUse(1, False), ColumnUse(2, False))
 
 
 @dataclass(frozen=True)
 class Placement:
     """How one specialisation of the walk kernel lays out its rows.
 
-    int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. column_groups: groups of 8 MMA columns that a
-    pass multiplies. grid: CTAs. tiles_per_cta: 16-row tiles of W2 that a CTA owns; each warp keeps `reg_tiles` of them in
-    registers, but for the last `tail_steps` k steps of the last one; those and `smem_tiles` in all stay in shared memory, and
-    the rest is streamed each step.
-    base_stage_bytes: of one request's staged base logits. shared_bytes: dynamic shared memory of a CTA.
+    int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. columns: of a pass. grid: CTAs.
+    tiles_per_cta: 16-row tiles of W2 that a CTA owns; each multiply warp keeps `reg_tiles` of them in registers,
+    `smem_tiles` in all stay in shared memory, and the rest is streamed each step. base_stage_bytes: of one request's
+    staged base logits. shared_bytes: dynamic shared memory of a CTA.
     """
 
     int8: bool
     markov_rank: int
-    column_groups: int
+    columns: ColumnUse
     grid: int
     tiles_per_cta: int
     reg_tiles: int
-    tail_steps: int
     smem_tiles: int
     base_stage_bytes: int
     shared_bytes: int
@@ -56,7 +71,7 @@ class Placement:
     @property
     def streamed_tiles(self) -> int:
         """Tiles of a CTA that are read again each step."""
-        return max(0, self.tiles_per_cta - self.reg_tiles * WARPS - self.smem_tiles)
+        return max(0, self.tiles_per_cta - self.reg_tiles * MULTIPLY_WARPS - self.smem_tiles)
 
     @property
     def fragment_bytes(self) -> int:
@@ -64,9 +79,9 @@ class Placement:
         return self.grid * self.tiles_per_cta * self.k_steps * WARP_SIZE * FRAGMENT_BYTES
 
 
-def requests_of(int8: bool, column_groups: int) -> int:
-    """Requests that a pass multiplies: one a column, or in int8 one for the two planes of u in two columns."""
-    return column_groups * (COLUMNS // 2 if int8 else COLUMNS)
+def requests_of(int8: bool, columns: ColumnUse) -> int:
+    """Requests that a pass multiplies: one a column, or one in two (narrow; in int8 for the two planes of u)."""
+    return columns.groups * (COLUMNS // 2 if int8 or columns.narrow else COLUMNS)
 
 
 def place(
@@ -80,7 +95,7 @@ def place(
     sampled: bool,
     base_bytes: int,
     rounding: Rounding,
-    column_groups: int = 1,
+    columns: ColumnUse,
 ) -> Placement:
     """Chooses a placement.
 
@@ -98,23 +113,29 @@ def place(
             f"the kernels hold markov_rank 256 and 512, not {markov_rank}; plan reference runs it"
         )
     k_steps = markov_rank // (32 if int8 else 16)
-    requests = requests_of(int8, column_groups)
+    requests = requests_of(int8, columns)
     tiles = max(1, -(-rows // TILE_ROWS))
     tiles_per_cta = -(-tiles // min(num_sms, MAX_GRID))
     grid = -(-tiles // tiles_per_cta)
-    reg_tiles = min(-(-REG_FRAGMENTS // k_steps), -(-tiles_per_cta // WARPS))
-    tail_steps = max(0, reg_tiles * k_steps - REG_FRAGMENTS)
+    reg_tiles = min(REG_FRAGMENTS // k_steps, -(-tiles_per_cta // MULTIPLY_WARPS))
 
-    cta_rows = max(tiles_per_cta, reg_tiles * WARPS) * TILE_ROWS
+    cta_rows = max(tiles_per_cta, reg_tiles * MULTIPLY_WARPS) * TILE_ROWS
     tile_bytes = k_steps * WARP_SIZE * FRAGMENT_BYTES
     # 16 bytes more, for a row that starts inside a 16-byte piece; they also spread the requests over the banks.
     base_stage_bytes = cta_rows * base_bytes + 16
+    # What each of a warp's row groups, or each warp, leaves of a request: `Best`.
+    best_bytes = MULTIPLY_WARPS + 2
+    if sampled:
+        best_bytes *= 12
+    elif rounding == "none":
+        best_bytes *= 8
+    else:
+        best_bytes = (8 * MULTIPLY_WARPS + 2) * 4
     staging = (
-        WARPS * tail_steps * WARP_SIZE * FRAGMENT_BYTES
-        + column_groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
-        + requests * (8 * WARPS + 2) * (16 if sampled else 8 if rounding == "none" else 4)
+        2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
         + 2 * requests * base_stage_bytes
-        + (requests * cta_rows * 4 if sampled else 0)
+        + (2 * requests * cta_rows * 2 if sampled else 0)
+        + 2 * requests * best_bytes
         + (cta_rows * 4 if int8 else 0)
         + CONTROL_BYTES
         + max_batch * ROW_STATE_BYTES
@@ -124,15 +145,14 @@ def place(
             f"{rows} rows of W2 on {num_sms} SMs need {staging} bytes of staging buffers each, of {shared_limit}; "
             f"split W2 over more GPUs, or use plan reference"
         )
-    smem_tiles = min(max(0, tiles_per_cta - reg_tiles * WARPS), (shared_limit - staging) // tile_bytes)
+    smem_tiles = min(max(0, tiles_per_cta - reg_tiles * MULTIPLY_WARPS), (shared_limit - staging) // tile_bytes)
     return Placement(
         int8=int8,
         markov_rank=markov_rank,
-        column_groups=column_groups,
+        columns=columns,
         grid=grid,
         tiles_per_cta=tiles_per_cta,
         reg_tiles=reg_tiles,
-        tail_steps=tail_steps,
         smem_tiles=smem_tiles,
         base_stage_bytes=base_stage_bytes,
         shared_bytes=staging + smem_tiles * tile_bytes,

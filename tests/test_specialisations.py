@@ -1,0 +1,50 @@
+"""Every specialisation of the walk kernel compiles for Hopper, and keeps its registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tp_walk import jit, kernels
+from tp_walk.precompile import HOPPER
+
+# (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
+SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1)]
+
+# What the assembler may spill, in bytes a thread: a few registers of the service warps, which wait more than they compute.
+# More would be W2 in the multiply warps: a spilled register of it is waited for at the start and read back every step.
+SPILL_BYTES = 32
+
+
+def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:
+    return kernels.specialisations(
+        int8=int8,
+        markov_rank=256,
+        rows=rows,
+        world_size=world_size,
+        max_batch=64,
+        rounding="engine",
+        num_sms=HOPPER.num_sms,
+        shared_limit=HOPPER.shared_limit,
+    )
+
+
+@pytest.mark.parametrize(("int8", "rows", "world_size"), SHAPES)
+def test_specialisations_keep_their_registers(int8: bool, rows: int, world_size: int) -> None:
+    for one in specialisations(int8, rows, world_size):
+        if one.logits != "none":
+            continue
+        used = jit.compile_kernel("walk.cu", "walk", one.macros, HOPPER.arch).resources
+        assert used.stack_bytes <= SPILL_BYTES, (one.sampled, one.columns)
+        # setmaxnreg hands registers from warp group to warp group; a launch must come with enough to hand out.
+        assert used.registers * kernels.THREADS <= 65_536
+        assert used.static_shared_bytes + one.placement.shared_bytes <= HOPPER.shared_limit
+
+
+@pytest.mark.parametrize(("int8", "rows", "world_size"), SHAPES)
+def test_every_row_has_one_place(int8: bool, rows: int, world_size: int) -> None:
+    for one in specialisations(int8, rows, world_size):
+        placed = one.placement
+        resident = placed.reg_tiles * kernels.MULTIPLY_WARPS + placed.smem_tiles
+        assert placed.grid * placed.tiles_per_cta * 16 >= rows > (placed.grid - 1) * placed.tiles_per_cta * 16
+        assert placed.streamed_tiles == max(0, placed.tiles_per_cta - resident)
+        assert placed.grid <= HOPPER.num_sms

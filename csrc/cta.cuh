@@ -29,7 +29,7 @@ constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
 constexpr int kWarpRequests = kRequests / kServiceWarps;   // request q of a pass is looked after by service warp q % kServiceWarps
 constexpr int kRounding = TPW_ROUNDING;
 constexpr bool kSampled = TPW_SAMPLED;
-constexpr int kLogits = TPW_LOGITS;  // 0 none, 1 this rank's buffer, 2 every rank's
+constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 
 #if TPW_BASE_FP32
 using BaseLogit = float;
@@ -48,7 +48,7 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 #endif
 
 // A logit takes the place of the base logit that it is made from when it is wanted later: as output, or to score it exactly.
-constexpr bool kKeepsLogits = kSampled || kLogits != 0;
+constexpr bool kKeepsLogits = kSampled || kLogits;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
 // The best of some rows of a request: its value and where. A lane meets its rows in ascending order, so the first of equal

@@ -30,12 +30,8 @@ __device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, 
         const int row = pass.first_row + request;
         if (kSampled && p.logits_sampled_rows_only && s.rows[row].temperature == 0.0f) continue;
         const BaseLogit* staged = staged_base(p, s, cta, pass, request);
-        const int64_t at = row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
-#pragma unroll
-        for (int rank = 0; rank < (kLogits == 2 ? TPW_WORLD_SIZE : 1); ++rank) {
-            Logit* out = static_cast<Logit*>(p.logits[rank]) + at;
-            for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
-        }
+        Logit* out = static_cast<Logit*>(p.logits) + row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
+        for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
     }
 }
 
@@ -217,7 +213,7 @@ struct Service {
             if (s.control->failed) break;
             contribute(pass);
             aggregate(pass);
-            if constexpr (kLogits != 0) copy_logits(p, s, cta, pass, thread);
+            if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
             // The buffer's base logits, and the logits in their place, have been read by all.
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
             if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {

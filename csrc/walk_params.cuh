@@ -1,5 +1,5 @@
-// What one launch of the walk is given. `kernels.WalkParams` is the host half: same fields, same order; a test compares
-// every offset with the ones passed as TPW_OFFSET_* macros, and the static_asserts below refuse a mismatch at compile time.
+// What one launch of the walk is given. `kernels.WalkParams` is the host half: same fields, same order; tests/test_walk_params.py
+// compares every offset.
 #pragma once
 
 #include "types.cuh"
@@ -18,7 +18,6 @@ struct WalkParams {
     char* status;                // host-mapped
     uint64_t startup_deadline_ns;
     uint64_t steady_deadline_ns;
-    int64_t vocab_size;          // of W2, the base logits and the noise
     int64_t target_vocab_size;   // rows of W1
     int32_t shard_start;
     int32_t shard_width;
@@ -46,7 +45,7 @@ struct WalkParams {
     int64_t* tokens;
     int64_t tokens_stride_row;
     int64_t tokens_stride_step;
-    void* logits[kMaxWorld];     // where this rank's columns go: entry 0 alone for local logits, every rank's for full
+    void* logits;                // where this rank's columns go
     int64_t logits_stride_row;
     int64_t logits_stride_step;
     const int32_t* num_valid;    // null: all rows
@@ -56,5 +55,7 @@ struct WalkParams {
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
 };
+
+static_assert(sizeof(WalkParams) == TPW_PARAMS_BYTES, "host and device have the same fields");
 
 }  // namespace tpw

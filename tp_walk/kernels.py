@@ -55,7 +55,6 @@ class WalkParams(ctypes.Structure):
         ("status", _P),
         ("startup_deadline_ns", _U64),
         ("steady_deadline_ns", _U64),
-        ("vocab_size", _I64),
         ("target_vocab_size", _I64),
         ("shard_start", _I32),
         ("shard_width", _I32),
@@ -81,7 +80,7 @@ class WalkParams(ctypes.Structure):
         ("tokens", _P),
         ("tokens_stride_row", _I64),
         ("tokens_stride_step", _I64),
-        ("logits", _P * MAX_WORLD_SIZE),
+        ("logits", _P),
         ("logits_stride_row", _I64),
         ("logits_stride_step", _I64),
         ("num_valid", _P),
@@ -111,11 +110,11 @@ def walk_macros(
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
-        "TPW_LOGITS": LOGITS_CODES[logits],
+        "TPW_LOGITS": int(logits != "none"),
         "TPW_CONTROL_BYTES": CONTROL_BYTES,
         "TPW_MAX_GRID": MAX_GRID,
+        "TPW_PARAMS_BYTES": ctypes.sizeof(WalkParams),
     }
-    macros |= {f"TPW_OFFSET_{name.upper()}": getattr(WalkParams, name).offset for name, *_ in WalkParams._fields_}
     return macros
 
 
@@ -317,7 +316,6 @@ class KernelExecutor:
         params.status = self._mailboxes.status_address
         params.startup_deadline_ns = int(context.deadline.startup_s * 1e9)
         params.steady_deadline_ns = int(context.deadline.steady_s * 1e9)
-        params.vocab_size = context.shape.vocab_size
         params.target_vocab_size = context.w1.shape[0]
         params.shard_start = shard_start
         params.shard_width = shard_width
@@ -413,7 +411,7 @@ class KernelExecutor:
         p.tokens = inputs.tokens.data_ptr()
         p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
         if inputs.logits_out is not None:
-            p.logits[0] = inputs.logits_out.data_ptr()
+            p.logits = inputs.logits_out.data_ptr()
             p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
         p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
         p.batch, p.gamma = base.shape[0], base.shape[1]

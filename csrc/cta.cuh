@@ -51,8 +51,7 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 constexpr bool kKeepsLogits = kSampled || kLogits;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
-// The best of some rows of a request: its value and where. A lane meets its rows in ascending order, so the first of equal
-// values is the smallest id.
+// The best of some rows of a request: its value and where; of equal values the one of the smallest row.
 #if TPW_SAMPLED || TPW_ROUNDING == 2
 
 struct Best {
@@ -67,7 +66,8 @@ struct Best {
 #if TPW_SAMPLED
         second = max(second, min(value, candidate));
 #endif
-        const bool wins = candidate > value;
+        // Tiles in registers and in shared memory take turns, so rows don't come in order.
+        const bool wins = candidate > value || (candidate == value && static_cast<uint32_t>(candidate_row) < row);
         value = wins ? candidate : value;
         row = wins ? candidate_row : row;
     }
@@ -160,6 +160,9 @@ struct Smem {
         control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? cta_rows : 0));
         rows = reinterpret_cast<RowState*>(reinterpret_cast<unsigned char*>(control) + TPW_CONTROL_BYTES);
     }
+
+    // One answer for the whole warp, whose lanes would otherwise read at different times.
+    __device__ __forceinline__ bool has_failed() const { return __any_sync(kFullWarp, *static_cast<volatile int32_t*>(&control->failed)); }
 };
 
 struct Cta {
@@ -203,7 +206,7 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
-// By one warp. The buffer's last readers are behind a barrier of the CTA.
+// By one warp, once the buffer's last readers have arrived at a barrier that this warp has waited for.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
     static_assert(kRequests <= kWarpSize && kWarpRequests * TPW_WORLD_SIZE <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];

@@ -24,7 +24,7 @@
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
-//   - all threads of a CTA that read results of step k are past a __syncthreads() before the CTA stores a slot of k+1;
+//   - the warp of a CTA that reads a row's results of step k is the one that stores the row's slot of k+1;
 //   - an aggregator stores nothing of a block before it has seen and compared every peer's header of that block;
 //   - launches of one rank don't overlap: no word is touched before the launch before is complete (stream order, or
 //     griddepcontrol.wait under programmatic dependent launch);

@@ -12,7 +12,7 @@ namespace tpw {
 constexpr int kServiceBarrier = 1, kMultiplyBarrier = 2;  // of named_barrier
 
 __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) {
-    const uint32_t id = key_id(key);
+    const int64_t id = min(static_cast<int64_t>(key_id(key)), p.vocab_size - 1);  // a corrupt key must not become an address
     return p.d2t ? p.d2t[id] : id;
 }
 
@@ -41,12 +41,13 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     // W2 first: everything up to the first step happens in the shadow of these loads.
     const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
     Fragment weights[kRegTiles][kSteps];
+    const int tiles = passes.count > 0 ? p.tiles_per_cta : 0;  // a block without valid rows costs nothing it needn't
 #pragma unroll
     for (int i = 0; i < kRegTiles; ++i) {
         const int tile = i * kMultiplyWarps + cta.warp;
         const Fragment* source = cta_weights + tile * (kSteps * kWarpSize) + cta.lane;
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) weights[i][k] = tile < p.tiles_per_cta ? load_weights(source + k * kWarpSize) : make_uint4(0, 0, 0, 0);
+        for (int k = 0; k < kSteps; ++k) weights[i][k] = tile < tiles ? load_weights(source + k * kWarpSize) : make_uint4(0, 0, 0, 0);
     }
     __syncthreads();
     const auto draw = [&](int index) {
@@ -58,14 +59,12 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     for (int index = 0; index < passes.count; ++index) {
         const Pass pass = passes.at(index);
         mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
-        if (!s.control->failed) {
-            if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
-            mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-            multiply(p, s, cta, pass, weights);
-        }
+        const bool failed = s.has_failed();
+        if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
+        mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
+        if (!failed) multiply(p, s, cta, pass, weights);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
-        if (s.control->failed) return;
         draw(index + 1);
     }
 }
@@ -89,6 +88,8 @@ struct Service {
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
+            // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
+            const int tiles = passes.count > 0 ? p.smem_tiles : 0;
             if (cta.lane == 0) {
                 s.control->failed = 0;
                 mbarrier_init(&s.control->weights_arrived, 1);
@@ -98,11 +99,11 @@ struct Service {
                     mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
                     mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
                 }
-                mbarrier_expect(&s.control->weights_arrived, p.smem_tiles * kTileBytes);
+                mbarrier_expect(&s.control->weights_arrived, tiles * kTileBytes);
             }
             __syncwarp();
             const Fragment* weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
-            for (int tile = cta.lane; tile < p.smem_tiles; tile += kWarpSize)
+            for (int tile = cta.lane; tile < tiles; tile += kWarpSize)
                 bulk_load(s.weights + tile * kTileBytes, weights + (kRegTiles * kMultiplyWarps + tile) * (kSteps * kWarpSize), kTileBytes, &s.control->weights_arrived);
             for (int index = 0; index < min(2, passes.count); ++index) stage_base(p, s, cta, passes.at(index));
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
@@ -199,6 +200,8 @@ struct Service {
         }
     }
 
+    // After a failure all warps of both kinds go on through the remaining passes, without the work: each pass keeps its
+    // arrivals, barriers and copies, so that nobody waits for a warp that has left.
     __device__ __forceinline__ void run() const {
         start();
         __syncthreads();
@@ -210,20 +213,24 @@ struct Service {
         for (int index = 0; index < passes.count; ++index) {
             const Pass pass = passes.at(index);
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
-            if (s.control->failed) break;
-            contribute(pass);
-            aggregate(pass);
-            if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
+            const bool alive = !s.has_failed();
+            if (alive) {
+                contribute(pass);
+                aggregate(pass);
+                if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
+            }
             // The buffer's base logits, and the logits in their place, have been read by all.
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
             if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {
-                if constexpr (kKeepsLogits) fence_before_bulk_loads();
+                fence_before_bulk_loads();
                 stage_base(p, s, cta, passes.at(index + 2));
             }
             if (index + lead() >= passes.count) continue;
             const Pass next = passes.at(index + lead());
-            draw(next);
-            if (next.step > 0) receive(passes.at(next.index - passes.groups));
+            if (alive) {
+                draw(next);
+                if (next.step > 0) receive(passes.at(next.index - passes.groups));
+            }
             stage_u(next);
         }
         if (cta.index == 0) finish();
@@ -231,7 +238,7 @@ struct Service {
 
     // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
     __device__ __forceinline__ void finish() const {
-        if (!s.control->failed)
+        if (!s.has_failed())
             for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index));
         named_barrier(kServiceBarrier, kServiceThreads);
         if (s.control->failed) {

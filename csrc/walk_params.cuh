@@ -18,6 +18,7 @@ struct WalkParams {
     char* status;                // host-mapped
     uint64_t startup_deadline_ns;
     uint64_t steady_deadline_ns;
+    int64_t vocab_size;          // ids that may be drafted
     int64_t target_vocab_size;   // rows of W1
     int32_t shard_start;
     int32_t shard_width;

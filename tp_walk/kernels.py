@@ -55,6 +55,7 @@ class WalkParams(ctypes.Structure):
         ("status", _P),
         ("startup_deadline_ns", _U64),
         ("steady_deadline_ns", _U64),
+        ("vocab_size", _I64),
         ("target_vocab_size", _I64),
         ("shard_start", _I32),
         ("shard_width", _I32),
@@ -316,6 +317,7 @@ class KernelExecutor:
         params.status = self._mailboxes.status_address
         params.startup_deadline_ns = int(context.deadline.startup_s * 1e9)
         params.steady_deadline_ns = int(context.deadline.steady_s * 1e9)
+        params.vocab_size = context.shape.vocab_size
         params.target_vocab_size = context.w1.shape[0]
         params.shard_start = shard_start
         params.shard_width = shard_width

@@ -281,3 +281,24 @@ def _int8_is_exact(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_int8_is_its_definition_on_awkward_weights(ranks: RankPool, seed: int) -> None:
     ranks(_int8_is_exact, seed)
+
+
+def _equal_values_go_to_the_smallest_id(plan: str) -> None:
+    """Two rows of one lane, in different places of a CTA: registers and shared memory, at every distance of tiles."""
+    _, _, device = here()
+    gamma = 4
+    zero = torch.zeros(QWEN3, 256, dtype=torch.bfloat16, device=device)
+    with WalkRuntime(MarkovHead(zero, zero), device=device, plans=[plan]) as runtime:
+        for temperatures, noise in ((None, None), (torch.zeros(1, device=device), Noise(1, 0))):
+            for first_slot in range(8):
+                base = torch.zeros(1, gamma, QWEN3, dtype=torch.bfloat16, device=device)
+                first = 16 * 8 * first_slot  # tile 8 * slot of CTA 0 is its warp 0's
+                for step in range(gamma):
+                    base[0, step, first] = base[0, step, first + 16 * 8 * (step + 1)] = 5.0
+                out = runtime.walk(base, torch.zeros(1, dtype=torch.int64, device=device), temperatures, noise, plan)
+                assert out.tokens.tolist() == [[first] * gamma], (plan, first_slot, temperatures)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_equal_values_go_to_the_smallest_id_wherever_rows_lie(ranks: RankPool, plan: str) -> None:
+    ranks(_equal_values_go_to_the_smallest_id, plan)

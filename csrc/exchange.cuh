@@ -3,8 +3,8 @@
 //
 // Two hops of tagged 128-bit words: no atomics, no fences, nothing to reset; mailbox.cuh says why that is sound. The other
 // designs that were measured, and how they compare: experiments/rendezvous.py. One of them, every CTA polling the slots of all
-// CTAs of both ranks, is a fifth faster there for one row, yet made the walk slower (51.3 instead of 45.5 µs at gamma 7): CTAs
-// that are early then poll the lines that late ones still write.
+// CTAs of both ranks, is a fifth faster there for one row, yet made the walk slower (experiments/kernel_history.md, versions 7 to
+// 10): CTAs that are early then poll the lines that late ones still write.
 //
 // All calls but those that say so are made by whole warps. Those that return bool return false when the walk has failed: drain.
 #pragma once

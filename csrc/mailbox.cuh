@@ -102,22 +102,6 @@ __device__ constexpr bool diverged(u64 expected, u64 seen) {
     return expected != seen && ((expected ^ seen) & ~chain_mask) == 0;
 }
 
-// ---- keys ------------------------------------------------------------------------------------------------------------
-
-// score_bits: of an fp32. NaN of either sign becomes the largest, -0 becomes +0, the rest keep their order.
-__device__ constexpr u32 ordered_bits(u32 score_bits) {
-    if ((score_bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-    if (score_bits == 0x80000000u) score_bits = 0;
-    return score_bits & 0x80000000u ? ~score_bits : score_bits | 0x80000000u;
-}
-
-// Larger is better and the smaller id wins a tie. 0 is no candidate's key: it stands for an empty contribution.
-__device__ constexpr u64 make_key(u32 score_bits, u32 token) {
-    return u64(ordered_bits(score_bits)) << 32 | (0xffffffffu - token);
-}
-
-__device__ constexpr u32 key_token(u64 key) { return 0xffffffffu - u32(key); }
-
 // ---- addresses -------------------------------------------------------------------------------------------------------
 // The offsets are constexpr so that a test can compare them with MailboxLayout's where there is no GPU.
 

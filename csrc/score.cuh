@@ -29,24 +29,23 @@ __device__ __forceinline__ void add_base(const float (&base)[2], float (&value)[
     if constexpr (kRounding != kNone) round_to_bf16(value[0], value[1]);
 }
 
-// Values in the order in which they win, as signed integers: adding +0 makes -0 equal to it and every NaN the positive one,
-// which then is above all. Nothing becomes kNothing.
+// Values in the order in which they win, as signed integers. Nothing becomes kNothing. Its own inverse.
 constexpr int32_t kNothing = static_cast<int32_t>(0x80000000u);
 
-__device__ __forceinline__ int32_t ordered(float value) {
-    const int32_t bits = __float_as_int(__fadd_rn(value, 0.0f));
-    return bits ^ ((bits >> 31) & 0x7fffffff);
-}
+__device__ constexpr int32_t ordered_bits(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
-__device__ __forceinline__ float from_ordered(int32_t value) { return __int_as_float(value ^ ((value >> 31) & 0x7fffffff)); }
+// Adding +0 makes -0 equal to it, and every NaN the positive one with all bits set, which then is above all.
+__device__ __forceinline__ int32_t ordered(float value) { return ordered_bits(__float_as_int(__fadd_rn(value, 0.0f))); }
 
-// The largest key wins: the larger value, then the smaller id. Key 0 is no contribution.
-__device__ __forceinline__ uint64_t make_key(int32_t ordered_value, uint32_t id) {
+__device__ __forceinline__ float from_ordered(int32_t value) { return __int_as_float(ordered_bits(value)); }
+
+// The device twin of mailbox.make_key: the largest key wins, the larger value, then the smaller id. Key 0 is no contribution.
+__device__ constexpr uint64_t make_key(int32_t ordered_value, uint32_t id) {
     if (ordered_value == kNothing) return 0;
     return static_cast<uint64_t>(static_cast<uint32_t>(ordered_value) ^ 0x80000000u) << 32 | (0xffffffffu - id);
 }
 
-__device__ __forceinline__ uint32_t key_id(uint64_t key) { return 0xffffffffu - static_cast<uint32_t>(key); }
+__device__ constexpr uint32_t key_id(uint64_t key) { return 0xffffffffu - static_cast<uint32_t>(key); }
 
 // The largest key of a warp, on every lane. Two REDUX instructions take the place of five rounds of 64-bit shuffles.
 __device__ __forceinline__ uint64_t warp_max_key(uint64_t key) {

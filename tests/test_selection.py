@@ -236,7 +236,7 @@ class TestInARuntime:
         assert "interpolated between batch 8 and 16" in first
         told = {line.split(":")[0].strip(): line for line in lines}
         assert "45.0 µs expected" in told["int8"]
-        assert "this version" in told["certified"]
+        assert "this version" in told["int8_split"]
 
     def test_the_environment_goes_first(self, monkeypatch: pytest.MonkeyPatch, runtime: tp_walk.WalkRuntime) -> None:
         monkeypatch.setenv("TP_WALK_PLAN", "tp_bf16")

@@ -441,6 +441,9 @@ class KernelExecutor:
         status = self._mailboxes.status()
         return (status.clamped_block, status.clamped_row) if status.clamped_block else None
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def reset(self) -> None:
         self._mailboxes.reset()
 

@@ -24,6 +24,12 @@ PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "refere
 REFERENCE_PLANS = ("reference", "reference_int8")
 
 
+def is_taken_on_demand(name: str, device: torch.device) -> bool:
+    """Whether a plan is built at its first walk rather than with the runtime: the definitions, and on the CPU
+    `certified`, which is one there."""
+    return name in REFERENCE_PLANS or (name == "certified" and device.type == "cpu")
+
+
 @dataclass(frozen=True)
 class Plan:
     """A way to run a walk, and why it was chosen.
@@ -127,6 +133,10 @@ class PlanExecutor(Protocol):
         """Block and row of the last anchor out of range that the device clamped, as far as it tells; None if none."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """What the plan has counted since it was built, by name; empty where nothing is. May read device memory."""
+        ...
+
     def reset(self) -> None:
         """Brings a failed executor back, once all ranks are alive."""
         ...
@@ -164,6 +174,7 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
 EXECUTORS: dict[str, ExecutorFactory] = {
     "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
     "int8": _lazy("tp_walk.kernels", "Int8Executor"),
+    "certified": _lazy("tp_walk.certified", "certified"),
     "reference": _lazy("tp_walk.reference", "reference"),
     "reference_int8": _lazy("tp_walk.reference", "reference_int8"),
 }

@@ -7,6 +7,7 @@ backend makes it, so that a graph can capture even these plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,19 +22,22 @@ from tp_walk.quantize import MAX_INT8_RANK, quantize_rows, scale_dots, split_pla
 MIN_TEMPERATURE = 1e-5
 
 _LOW32 = 0xFFFFFFFF
-_NO_KEY = -(2**63)
+NO_KEY = -(2**63)  # below all others: nothing to choose from
+
+
+def ordered(score: torch.Tensor) -> torch.Tensor:
+    """int64 of float32 scores, in the order in which they win: NaN of either sign above all, -0 as +0."""
+    bits = (score + 0.0).view(torch.int32).long()  # -0 + 0 is +0
+    return torch.where(score.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
 def walk_key(score: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """int64 keys of which the largest wins: NaN of either sign first, then the larger score, then the smaller id.
 
-    score: float32, ids: int64 below 2^32, of one shape. The high half is the score's bits mapped to integers in order
-    of value, with -0 as +0; the low half is 0xFFFFFFFF - id.
+    score: float32, ids: int64 below 2^32, of one shape. The high half is `ordered(score)`, the low half
+    0xFFFFFFFF - id.
     """
-    bits = (score + 0.0).view(torch.int32).long()  # -0 + 0 is +0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = torch.where(score.isnan(), 0x7FFFFFFF, ordered)
-    return (ordered << 32) + (_LOW32 - ids)
+    return (ordered(score) << 32) + (_LOW32 - ids)
 
 
 def key_id(key: torch.Tensor) -> torch.Tensor:
@@ -52,6 +56,10 @@ def add_bias(base: torch.Tensor, bias: torch.Tensor, rounding: Rounding) -> torc
     return total if rounding == "none" else total.bfloat16()
 
 
+# (step, bias `[batch, shard width]` float32, score of the same shape) → each row's best key over all ranks.
+Picker = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class _Rows(Protocol):
     """This rank's rows of W2, and how they meet u."""
 
@@ -60,7 +68,7 @@ class _Rows(Protocol):
     def memory_bytes(self) -> int: ...
 
 
-class _Bf16Rows:
+class Bf16Rows:
     """bf16 weights, kept as float32 so that a step need not convert them again."""
 
     def __init__(self, context: ExecutorContext) -> None:
@@ -152,6 +160,9 @@ class ReferenceExecutor:
     def clamped_anchor(self) -> tuple[int, int] | None:
         return None  # the CPU refuses it, and on a GPU nobody looks
 
+    def counts(self) -> dict[str, int]:
+        return {}
+
     def reset(self) -> None:
         """Raises WalkTimeout on every rank if a rank failed: a late rank's messages may still be in the group."""
         self._context.group.vote(f"reset of {self.name}", self._failure)
@@ -183,15 +194,16 @@ class ReferenceExecutor:
         context, group = self._context, self._context.group
         batch, gamma = inputs.tokens.shape
         base = _local_columns(inputs, context)
-        ids = torch.arange(context.shard.start, context.shard.stop, device=context.device)
         live = _live_rows(inputs)
-        draw = None if inputs.temperatures is None else _Draw(inputs.temperatures, inputs.noise, live)
+        draw = None if inputs.temperatures is None else Draw(inputs.temperatures, inputs.noise, live)
+        pick = self._picker(base, draw)
         logits = None if inputs.logits_out is None else base.new_empty(base.shape, dtype=inputs.logits_out.dtype)
         log_sums = torch.empty(batch, gamma, dtype=torch.float64, device=context.device)
         # On a GPU nobody has looked at the anchors, and an inert row's may be anything.
         previous = inputs.anchors.long().clamp(0, context.w1.shape[0] - 1)
         for step in range(gamma):
-            logit = add_bias(base[:, step], self._rows.bias(context.w1[previous]), context.rounding)
+            bias = self._rows.bias(context.w1[previous])
+            logit = add_bias(base[:, step], bias, context.rounding)
             if logits is not None:
                 logits[:, step] = logit
             value = logit.float()
@@ -199,8 +211,7 @@ class ReferenceExecutor:
                 scaled = value if draw is None else value / draw.divisor[:, None]
                 log_sums[:, step] = scaled.double().logsumexp(dim=-1)
             score = value if draw is None else draw.score(value, step, context.shard.start, context.shard.stop)
-            best = group.all_reduce_max(_best_key(score, ids), self._timeout_s)
-            drafted = key_id(best)
+            drafted = key_id(pick(step, bias, score))
             previous = drafted if context.d2t is None else context.d2t[drafted]
             _store(inputs.tokens[:, step], previous, live)
         if inputs.lse_out is not None:
@@ -212,8 +223,14 @@ class ReferenceExecutor:
                 live = torch.zeros_like(previous, dtype=torch.bool) if draw is None else live & draw.sampled
             _store(inputs.logits_out, logits, live)
 
+    def _picker(self, base: torch.Tensor, draw: Draw | None) -> Picker:
+        """What finds each step's keys. base: `[batch, gamma, shard width]`; like noise, known before the first step."""
+        context, timeout_s = self._context, self._timeout_s
+        ids = torch.arange(context.shard.start, context.shard.stop, device=context.device)
+        return lambda step, bias, score: context.group.all_reduce_max(best_key(score, ids), timeout_s)
 
-class _Draw:
+
+class Draw:
     """One walk's temperatures and noise. Reads a device-side offset, then advances it."""
 
     def __init__(self, temperatures: torch.Tensor, noise: Noise | None, live: torch.Tensor) -> None:
@@ -241,17 +258,17 @@ class _Draw:
 
 
 def reference(context: ExecutorContext) -> ReferenceExecutor:
-    return ReferenceExecutor("reference", context, _Bf16Rows(context))
+    return ReferenceExecutor("reference", context, Bf16Rows(context))
 
 
 def reference_int8(context: ExecutorContext) -> ReferenceExecutor:
     return ReferenceExecutor("reference_int8", context, _Int8Rows(context))
 
 
-def _best_key(score: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def best_key(score: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """`[batch]` int64, each row's largest key; a rank without columns contributes one that is below all others."""
     if not len(ids):
-        return torch.full(score.shape[:1], _NO_KEY, device=score.device)
+        return torch.full(score.shape[:1], NO_KEY, device=score.device)
     # torch's max has the keys' order: NaN above all, the first of equals. One pass instead of a key for every id.
     best, where = score.max(dim=-1)
     return walk_key(best, ids[where])

@@ -20,7 +20,7 @@ from tp_walk.group import WalkGroup
 from tp_walk.head import MarkovHead
 from tp_walk.inputs import InputChecker
 from tp_walk.noise import Noise
-from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, ExecutorContext, Plan, PlanExecutor, WalkOutput
+from tp_walk.plan import EXECUTORS, PLAN_NAMES, ExecutorContext, Plan, PlanExecutor, WalkOutput, is_taken_on_demand
 from tp_walk.plan_table import Layout
 from tp_walk.selection import Selector, agree_on_selector, select_here
 from tp_walk.shard import Shard, check_shards, shard_bounds
@@ -252,14 +252,15 @@ class WalkRuntime:
     def stats(self) -> dict[str, Any]:
         """Counts since construction: "walks" by plan, "requests" and drafted "tokens" (padded rows count, too; graph
         replays run no Python and don't); "memory_bytes" by plan held; "not_held", the other plans with the reason;
-        "clamped_anchors", by plan the (block, row) of the last anchor out of range, which a kernel clamps.
-        """
+        "clamped_anchors", by plan the (block, row) of the last anchor out of range, which a kernel clamps; "counts", by
+        plan what it counts itself, graph replays too: reading that waits for the device."""
         clamped = {name: executor.clamped_anchor() for name, executor in self._executors.items()}
         return {
             "walks": dict(self._walks),
             "requests": self._requests,
             "tokens": self._drafted,
             "memory_bytes": {name: executor.memory_bytes() for name, executor in self._executors.items()},
+            "counts": {name: counts for name, executor in self._executors.items() if (counts := executor.counts())},
             "clamped_anchors": {name: place for name, place in clamped.items() if place is not None},
             "not_held": {name: self._why_not_held(name) for name in PLAN_NAMES if name not in self._executors},
         }
@@ -365,7 +366,7 @@ class WalkRuntime:
         if self._forced is not None:
             plans = [self._forced.name]  # no other can run, and a kill switch mustn't need what it switches off
         if plans is None:
-            for name in [name for name in EXECUTORS if name not in REFERENCE_PLANS]:
+            for name in [name for name in EXECUTORS if not is_taken_on_demand(name, self.device)]:
                 with contextlib.suppress(PlanUnavailableError):  # explain() has the reason
                     self._build(name)
         for name in dict.fromkeys(plans or ()):
@@ -392,7 +393,7 @@ class WalkRuntime:
     def _executor(self, name: str) -> PlanExecutor:
         executor = self._executors.get(name)
         if executor is None:
-            if name not in REFERENCE_PLANS or name in self._refused:
+            if not is_taken_on_demand(name, self.device) or name in self._refused:
                 raise PlanUnavailableError(f"plan {name} isn't held: {self._why_not_held(name)}")
             executor = self._build(name)
         return executor
@@ -400,7 +401,7 @@ class WalkRuntime:
     def _why_not_held(self, name: str) -> str:
         if name in self._refused:
             return self._refused[name]
-        if name in REFERENCE_PLANS:
+        if is_taken_on_demand(name, self.device):
             return "takes its memory at its first walk"
         return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
 

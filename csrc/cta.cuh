@@ -119,7 +119,7 @@ struct __align__(16) RowState {
     uint32_t key0, key1, slot, offset;
     float temperature;  // effective: 0 is greedy
     float inverse_temperature;
-    uint32_t unused;
+    int32_t batch_row;
 };
 
 struct __align__(16) Control {
@@ -183,26 +183,30 @@ struct Pass {
 
 // The passes of a block, in order: all groups of a step, then the next step.
 struct Passes {
-    int groups, count, batch;
+    int groups, count, batch, first_step;
 
-    __device__ __forceinline__ Passes(int batch, int gamma) : groups((batch + kRequests - 1) / kRequests), count(groups * gamma), batch(batch) {}
+    __device__ __forceinline__ Passes(int batch, int gamma, int first_step)
+        : groups((batch + kRequests - 1) / kRequests), count(groups * max(gamma - first_step, 0)), batch(batch), first_step(first_step) {}
     __device__ __forceinline__ Pass at(int index) const {
         const int step = groups == 1 ? index : index / groups, first_row = (index - step * groups) * kRequests;
-        return {index, step, first_row, min(kRequests, batch - first_row)};
+        return {index, first_step + step, first_row, min(kRequests, batch - first_row)};
     }
 };
+
+// The row of the batch that is this row of the walk.
+__device__ __forceinline__ int batch_row(const WalkParams& p, int row) { return p.batch_rows ? p.batch_rows[row] : row; }
 
 // ---- base logits -----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ const BaseLogit* base_logits(const WalkParams& p, const Cta& cta, int row, int step) {
-    return static_cast<const BaseLogit*>(p.base_logits) + row * p.base_stride_row + step * p.base_stride_step + cta.first_row;
+    return static_cast<const BaseLogit*>(p.base_logits) + batch_row(p, row) * p.base_stride_row + step * p.base_stride_step + cta.first_row;
 }
 
 // A row may start on any element, and bulk copies move 16-byte pieces: copy from the piece that holds the first element to
 // the one that holds the last. The bytes beside the row that come along share a 16-byte piece with it, so an allocation too.
 // Only the low bits of the address count, so 32-bit arithmetic will do.
 __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& cta, int row, int step) {
-    const uint32_t elements = row * static_cast<uint32_t>(p.base_stride_row) + step * static_cast<uint32_t>(p.base_stride_step) + cta.first_row;
+    const uint32_t elements = batch_row(p, row) * static_cast<uint32_t>(p.base_stride_row) + step * static_cast<uint32_t>(p.base_stride_step) + cta.first_row;
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
@@ -244,13 +248,20 @@ __device__ __forceinline__ int64_t anchor(const WalkParams& p, int row) {
                                : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
 }
 
+// Before the first step: the anchor, or where steps are skipped the last token of those.
+__device__ __forceinline__ int64_t first_token(const WalkParams& p, int batch_row, int first_step) {
+    return first_step > 0 ? p.tokens[batch_row * p.tokens_stride_row + (first_step - 1) * p.tokens_stride_step] : anchor(p, batch_row);
+}
+
 // Of W1 there is: an anchor out of range can't stop a captured graph (exchange.cuh flags it).
 __device__ __forceinline__ int64_t clamped(const WalkParams& p, int64_t token) { return min(max(token, int64_t{0}), p.target_vocab_size - 1); }
 
-__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int thread) {
-    for (int row = thread; row < cta.batch; row += kServiceThreads) {
-        RowState& state = s.rows[row];
-        state.previous = static_cast<uint32_t>(clamped(p, anchor(p, row)));
+__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int first_step, int thread) {
+    for (int walk_row = thread; walk_row < cta.batch; walk_row += kServiceThreads) {
+        RowState& state = s.rows[walk_row];
+        const int row = batch_row(p, walk_row);
+        state.batch_row = row;
+        state.previous = static_cast<uint32_t>(clamped(p, first_token(p, row, first_step)));
         if constexpr (kSampled) {
             const uint64_t key = noise_key(p, row);
             state.key0 = static_cast<uint32_t>(key);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, 
         const int row = pass.first_row + request;
         if (kSampled && p.logits_sampled_rows_only && s.rows[row].temperature == 0.0f) continue;
         const BaseLogit* staged = staged_base(p, s, cta, pass, request);
-        Logit* out = static_cast<Logit*>(p.logits) + row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
+        Logit* out = static_cast<Logit*>(p.logits) + s.rows[row].batch_row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
         for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
     }
 }
@@ -108,13 +108,14 @@ struct Service {
             for (int index = 0; index < min(2, passes.count); ++index) stage_base(p, s, cta, passes.at(index));
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
-        load_rows(p, s, cta, thread);
+        load_rows(p, s, cta, passes.first_step, thread);
         if constexpr (TPW_INT8)
             for (int row = thread; row < cta.rows; row += kServiceThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
     }
 
     __device__ __forceinline__ bool open() const {
-        return exchange.open(cta.lane, cta.index, cta.batch, [&](int row, HeaderTensor tensor) -> uint64_t {
+        return exchange.open(cta.lane, cta.index, cta.batch, [&](int walk_row, HeaderTensor tensor) -> uint64_t {
+            const int row = batch_row(p, walk_row);
             switch (tensor) {
                 case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(p, row));
                 case HeaderTensor::temperatures: return p.temperatures ? __float_as_uint(p.temperatures[row * p.temperatures_stride]) : 0;
@@ -137,7 +138,7 @@ struct Service {
         if (!active || cta.lane % TPW_WORLD_SIZE != 0) return;
         const int64_t token = target_id(p, key);
         s.rows[row].previous = static_cast<uint32_t>(token);
-        if (cta.index == 0) store_token(p, row, pass.step, token);
+        if (cta.index == 0) store_token(p, s.rows[row].batch_row, pass.step, token);
     }
 
     __device__ __forceinline__ void draw(const Pass& pass) const {
@@ -229,7 +230,7 @@ struct Service {
             const Pass next = passes.at(index + lead());
             if (alive) {
                 draw(next);
-                if (next.step > 0) receive(passes.at(next.index - passes.groups));
+                if (next.step > passes.first_step) receive(passes.at(next.index - passes.groups));
             }
             stage_u(next);
         }
@@ -242,7 +243,10 @@ struct Service {
             for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index));
         named_barrier(kServiceBarrier, kServiceThreads);
         if (s.control->failed) {
-            for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));
+            for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) {
+                const int row = s.rows[i / p.gamma].batch_row;
+                store_token(p, row, i % p.gamma, anchor(p, row));
+            }
         } else if (thread == 0) {
             uint64_t last_tokens = 0;
             for (int row = 0; row < cta.batch; ++row) last_tokens += row_hash(row, s.rows[row].previous);
@@ -267,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     cta.first_row = blockIdx.x * p.tiles_per_cta * kTileRows;
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
     cta.batch = p.num_valid ? min(max(*p.num_valid, 0), p.batch) : p.batch;
-    const Passes passes(cta.batch, p.gamma);
+    const Passes passes(cta.batch, p.gamma, p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0);
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).
     if (cta.warp < kMultiplyWarps) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TPW_MULTIPLY_REGISTERS));

@@ -55,6 +55,8 @@ struct WalkParams {
     int32_t gamma;
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
+    const int32_t* batch_rows;   // null, or [rows]: row i of the walk is this row of the batch, of all that is given and written
+    const int32_t* first_step;   // null: 0; else the steps before are skipped, and their last token is found in `tokens`
 };
 
 static_assert(sizeof(WalkParams) == TPW_PARAMS_BYTES, "host and device have the same fields");

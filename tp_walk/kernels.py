@@ -90,6 +90,8 @@ class WalkParams(ctypes.Structure):
         ("gamma", _I32),
         ("anchors_are_int32", _I32),
         ("logits_sampled_rows_only", _I32),
+        ("batch_rows", _P),
+        ("first_step", _P),
     ]
 
 

@@ -1,0 +1,156 @@
+// Plan certified, the first of its two launches: tokens from a few candidates and a bound on all other ids. The second is the
+// walk kernel, for the requests and steps that couldn't be certified; as a rule none, and it returns at once.
+//
+// No CTA waits for the whole grid. Warps choose the candidates of all steps (candidates.cuh) and push them to every rank; then each
+// CTA takes the steps that are its own, in the order of the walk, and waits for just their candidates and the token before (chase.cuh).
+// A step's token comes from an earlier step, whose CTA is on the GPU, too (the launch is cooperative), and takes its steps in the
+// same order: so nobody waits for ever. CTA 0 collects the tokens, and alone writes tokens, or anchors should the block have failed.
+#include "chase.cuh"
+
+namespace tpw {
+
+__device__ __forceinline__ RowState load_row(const WalkParams& p, int row) {
+    RowState state = {};
+    state.previous = static_cast<uint32_t>(clamped(p, anchor(p, row)));
+    if constexpr (kSampled) {
+        const uint64_t key = noise_key(p, row);
+        state.key0 = static_cast<uint32_t>(key);
+        state.key1 = static_cast<uint32_t>(key >> 32);
+        state.slot = static_cast<uint32_t>(noise_slot(p, row));
+        state.offset = static_cast<uint32_t>(noise_offset(p, row));
+        state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
+        state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : 0.0f;
+    }
+    return state;
+}
+
+// CTA 0, after its own steps.
+struct Finish {
+    const CertifyParams& p;
+    const WalkExchange& exchange;
+    const ChaseSmem& s;
+    int batch;  // valid rows
+
+    __device__ __forceinline__ void store_token(int row, int step, int64_t token) const {
+        p.walk.tokens[row * p.walk.tokens_stride_row + step * p.walk.tokens_stride_step] = token;
+    }
+
+    // Tokens up to the step that failed, and which rows did. False when the walk has failed.
+    __device__ __forceinline__ bool collect(u64& last_tokens) const {
+        const Exchange watch = exchange.watch();
+        const int steps = p.walk.gamma;
+        int32_t* first_failed = reinterpret_cast<int32_t*>(s.rows);  // [batch]
+        unsigned long long* hash = reinterpret_cast<unsigned long long*>(s.control->best);
+        if (threadIdx.x == 0) *hash = 0;
+        for (int row = threadIdx.x; row < batch; row += kCertifyThreads) first_failed[row] = steps;
+        bool alive = true;
+        __syncthreads();
+        for (int at = threadIdx.x; at < batch * steps && alive; at += kCertifyThreads) {
+            const int row = at % batch, step = at / batch;
+            u64 token;
+            alive = await_word<Scope::gpu>(watch, step_word(p, step, row), header_tag(watch.block), {TPW_WAIT_SLOT, 0, u32(step), u32(row)}, token);
+            if (!alive) break;
+            if (token & kFailed)
+                atomicMin(first_failed + row, static_cast<int32_t>(token & ~kFailed));
+            else
+                store_token(row, step, static_cast<int64_t>(token));
+            if (step == steps - 1) atomicAdd(hash, row_hash(row, token));
+        }
+        if (__syncthreads_or(!alive)) return false;
+        last_tokens = *hash;
+        if (threadIdx.x < kWarpSize) write_fallback(first_failed);
+        return true;
+    }
+
+    __device__ __forceinline__ void write_fallback(const int32_t* first_failed) const {
+        int failed = 0, first_step = p.walk.gamma;
+        for (int first = 0; first < batch; first += kWarpSize) {
+            const int row = first + static_cast<int>(threadIdx.x);
+            const int step = row < batch ? first_failed[row] : p.walk.gamma;
+            const uint32_t those = __ballot_sync(kFullWarp, step < p.walk.gamma);
+            if (step < p.walk.gamma) p.fallback->rows[failed + __popc(those & ((1u << threadIdx.x) - 1))] = row;
+            failed += __popc(those);
+            first_step = min(first_step, __reduce_min_sync(kFullWarp, step));
+        }
+        if (threadIdx.x != 0) return;
+        p.fallback->num_failed = failed;
+        p.fallback->first_step = first_step;
+        add(Count::blocks, batch);
+        add(Count::steps, batch * p.walk.gamma);
+        add(Count::certified_blocks, batch - failed);
+        add(Count::fallbacks, failed);
+    }
+
+    __device__ __forceinline__ void add(Count what, int more) const {
+        atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + static_cast<int>(what)), static_cast<unsigned long long>(more));
+    }
+
+    __device__ __forceinline__ void succeed(u64 last_tokens) const {
+        const WalkParams& walk = p.walk;
+        if (!walk.temperatures || !walk.offset_pointer) return exchange.close(last_tokens);
+        // The walk that follows draws by the same offsets, and would advance the caller's a second time.
+        for (int row = 0; row < batch; ++row) p.offsets[row] = static_cast<int64_t>(noise_offset(walk, row));
+        for (int row = 0; row < (walk.offset_stride ? batch : 1); ++row) walk.offset_pointer[row * walk.offset_stride] += 1;
+        exchange.close(last_tokens);
+    }
+
+    __device__ __forceinline__ void give_up() const {
+        for (int i = threadIdx.x; i < batch * p.walk.gamma; i += kCertifyThreads) store_token(i / p.walk.gamma, i % p.walk.gamma, anchor(p.walk, i / p.walk.gamma));
+        if (threadIdx.x == 0) p.fallback->num_failed = 0;
+    }
+};
+
+}  // namespace tpw
+
+extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(const __grid_constant__ tpw::CertifyParams p) {
+    using namespace tpw;
+    extern __shared__ __align__(128) unsigned char shared_memory[];
+    const ChaseSmem s(shared_memory);
+    const WalkParams& walk = p.walk;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cta = blockIdx.x, ctas = gridDim.x;
+    const int batch = walk.num_valid ? min(max(*walk.num_valid, 0), walk.batch) : walk.batch;
+    const WalkExchange exchange{walk, &s.control->block, &s.control->expiry};
+    if (threadIdx.x == 0) {
+        WalkExchange::start(walk, &s.control->block, &s.control->expiry);
+        s.control->failed = 0;
+    }
+    __syncthreads();
+    const u64 block = exchange.block();
+
+    // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
+    if (warp == kCertifyWarps - 1) {
+        const bool open = exchange.open(lane, cta, cta == 0 ? batch : 0, [&](int row, HeaderTensor tensor) -> uint64_t {
+            switch (tensor) {
+                case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(walk, row));
+                case HeaderTensor::temperatures: return walk.temperatures ? __float_as_uint(walk.temperatures[row * walk.temperatures_stride]) : 0;
+                case HeaderTensor::key: return noise_key(walk, row);
+                case HeaderTensor::offset: return noise_offset(walk, row);
+                default: return noise_slot(walk, row);
+            }
+        });
+        if (!open && lane == 0) s.control->failed = 1;
+    }
+
+    const int pairs = batch * walk.gamma;
+    for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
+        const int pair = item / p.units, step = pair / batch, row = pair % batch;
+        choose(p, block, load_row(walk, row), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
+    }
+    __syncthreads();
+
+    bool alive = !s.control->failed;
+    // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
+    for (int pair = ctas - 1 - cta; pair < pairs && alive; pair += ctas) {
+        const int step = pair / batch, row = pair % batch;
+        alive = Chase(p, s, exchange.watch(), load_row(walk, row), row, step).run();
+        __syncthreads();  // the next step takes over the shared memory
+    }
+    if (cta != 0) return;
+    const Finish finish{p, exchange, s, batch};
+    u64 last_tokens = 0;
+    if (alive && finish.collect(last_tokens)) {
+        if (threadIdx.x == 0) finish.succeed(last_tokens);
+    } else {
+        finish.give_up();
+    }
+}

@@ -9,21 +9,6 @@
 
 namespace tpw {
 
-__device__ __forceinline__ RowState load_row(const WalkParams& p, int row) {
-    RowState state = {};
-    state.previous = static_cast<uint32_t>(clamped(p, anchor(p, row)));
-    if constexpr (kSampled) {
-        const uint64_t key = noise_key(p, row);
-        state.key0 = static_cast<uint32_t>(key);
-        state.key1 = static_cast<uint32_t>(key >> 32);
-        state.slot = static_cast<uint32_t>(noise_slot(p, row));
-        state.offset = static_cast<uint32_t>(noise_offset(p, row));
-        state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
-        state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : 0.0f;
-    }
-    return state;
-}
-
 // CTA 0, after its own steps.
 struct Finish {
     const CertifyParams& p;
@@ -134,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const int pairs = batch * walk.gamma;
     for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
         const int pair = item / p.units, step = pair / batch, row = pair % batch;
-        choose(p, block, load_row(walk, row), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
+        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
     }
     __syncthreads();
 
@@ -142,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
     for (int pair = ctas - 1 - cta; pair < pairs && alive; pair += ctas) {
         const int step = pair / batch, row = pair % batch;
-        alive = Chase(p, s, exchange.watch(), load_row(walk, row), row, step).run();
+        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step).run();
         __syncthreads();  // the next step takes over the shared memory
     }
     if (cta != 0) return;

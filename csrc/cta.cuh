@@ -118,7 +118,7 @@ struct __align__(16) RowState {
     uint32_t previous;  // the token before the step
     uint32_t key0, key1, slot, offset;
     float temperature;  // effective: 0 is greedy
-    float inverse_temperature;
+    float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
     int32_t batch_row;
 };
 
@@ -256,22 +256,24 @@ __device__ __forceinline__ int64_t first_token(const WalkParams& p, int batch_ro
 // Of W1 there is: an anchor out of range can't stop a captured graph (exchange.cuh flags it).
 __device__ __forceinline__ int64_t clamped(const WalkParams& p, int64_t token) { return min(max(token, int64_t{0}), p.target_vocab_size - 1); }
 
-__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int first_step, int thread) {
-    for (int walk_row = thread; walk_row < cta.batch; walk_row += kServiceThreads) {
-        RowState& state = s.rows[walk_row];
-        const int row = batch_row(p, walk_row);
-        state.batch_row = row;
-        state.previous = static_cast<uint32_t>(clamped(p, first_token(p, row, first_step)));
-        if constexpr (kSampled) {
-            const uint64_t key = noise_key(p, row);
-            state.key0 = static_cast<uint32_t>(key);
-            state.key1 = static_cast<uint32_t>(key >> 32);
-            state.slot = static_cast<uint32_t>(noise_slot(p, row));
-            state.offset = static_cast<uint32_t>(noise_offset(p, row));
-            state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
-            state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : 0.0f;
-        }
+__device__ __forceinline__ RowState read_row(const WalkParams& p, int batch_row, int first_step) {
+    RowState state = {};
+    state.batch_row = batch_row;
+    state.previous = static_cast<uint32_t>(clamped(p, first_token(p, batch_row, first_step)));
+    if constexpr (kSampled) {
+        const uint64_t key = noise_key(p, batch_row);
+        state.key0 = static_cast<uint32_t>(key);
+        state.key1 = static_cast<uint32_t>(key >> 32);
+        state.slot = static_cast<uint32_t>(noise_slot(p, batch_row));
+        state.offset = static_cast<uint32_t>(noise_offset(p, batch_row));
+        state.temperature = effective_temperature(p.temperatures[batch_row * p.temperatures_stride]);
+        state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : -1.0f;
     }
+    return state;
+}
+
+__device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int first_step, int thread) {
+    for (int row = thread; row < cta.batch; row += kServiceThreads) s.rows[row] = read_row(p, batch_row(p, row), first_step);
 }
 
 __device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int step) {

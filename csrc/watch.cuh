@@ -24,12 +24,18 @@ struct Exchange {
     __device__ __forceinline__ char* mine() const { return mailboxes[rank]; }
 };
 
+// A wait for this rank's own CTAs outlasts the waits for peers: who hears nothing from a peer holds up the others of its rank,
+// and the status must name the peer, whoever's clock was first. Far above what CTAs of one launch start apart.
+constexpr u64 OWN_RANK_GRACE_NS = 5'000'000;
+
 // What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
     u32 wait;
     u32 source;
     u32 step;
     u32 row;
+
+    __device__ __forceinline__ bool is_own(u32 rank) const { return wait == TPW_WAIT_SLOT || source == rank; }
 };
 
 __device__ __forceinline__ u64 now_ns() {
@@ -137,7 +143,7 @@ __device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& s
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);
         return true;
     }
-    if (now_ns() >= exchange.expiry) {
+    if (now_ns() >= exchange.expiry + (site.is_own(exchange.rank) ? OWN_RANK_GRACE_NS : 0)) {
         fail(exchange, TPW_CODE_TIMEOUT, site, 0, expected, seen);
         return true;
     }

@@ -13,7 +13,7 @@ SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1)]
 # What the assembler may spill at each world size, in bytes a thread: a few registers of the service warps, which wait
 # more than they compute. More would be W2 in the multiply warps: a spilled register of it is waited for at the start
 # and read back each step.
-SPILL_BYTES = {1: 8, 2: 8, 8: 48}
+SPILL_BYTES = {1: 8, 2: 16, 8: 56}
 
 
 def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:

@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, const BaseLogit*
     const bool aligned = reinterpret_cast<uint64_t>(base) % 16 == 0;
 #pragma unroll
     for (int first = 0; first < kChunkIds; first += kPiece) {
-        BaseLogit values[kPiece];
+        __align__(16) BaseLogit values[kPiece];
         // A piece that begins inside the row shares its 16 bytes with an id, so an allocation too.
         if (aligned && column + first < p.shard_width) {
             *reinterpret_cast<uint4*>(values) = __ldg(reinterpret_cast<const uint4*>(base + column + first));

@@ -230,7 +230,7 @@ struct Service {
             const Pass next = passes.at(index + lead());
             if (alive) {
                 draw(next);
-                if (next.step > passes.first_step) receive(passes.at(next.index - passes.groups));
+                if (next.index >= passes.groups) receive(passes.at(next.index - passes.groups));
             }
             stage_u(next);
         }

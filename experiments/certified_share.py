@@ -61,7 +61,7 @@ def walk(text: HeldOutText, temperature: float) -> tuple[torch.Tensor, torch.Ten
                 bound = bias_bound(dots).clamp_min(0.0)
                 best = ordered(value)[:, None]
                 limits = limit(largest, bound, divisor, sampled, "engine")
-                # An id that isn't kept can't be the best of a certified step, so the best of all may stand for the kept.
+                # An id that isn't kept is no certified step's best, so the best of all may stand for the kept.
                 of_factors.append((best > limits[:, list(LENGTHS)], _reaching(order, best, bound, divisor, sampled)))
                 previous[i] = text.used[where]
             steps.append(tuple(torch.stack(several) for several in zip(*of_factors, strict=True)))

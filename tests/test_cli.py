@@ -207,7 +207,11 @@ def test_the_jobs_are_each_plans_specialisations_once() -> None:
     found = precompile.jobs(151_936, 256, (1, 2), 64, ("engine",))
     assert len({(job.source, job.macros) for job in found}) == len(found)
     walks = [job for job in found if job.source == "walk.cu"]
-    assert len(found) == len(walks) + 1  # the self-test of two ranks
+    certified = [job for job in found if job.source == "certify.cu"]
+    assert {(" 1:" in job.purpose, "greedy" in job.purpose) for job in certified} == {
+        (one, greedy) for one in (False, True) for greedy in (False, True)
+    }
+    assert len(found) == len(walks) + len(certified) + 2  # the bounds, and the self-test of two ranks
     for plan, world_size in (("tp_bf16", 1), ("int8", 1), ("tp_bf16", 2)):
         purposes = [job.purpose for job in walks if job.purpose.startswith(f"{plan} on {world_size}:")]
         assert {("greedy" in purpose, "none" in purpose) for purpose in purposes} == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tp_walk import jit, kernels
+from tp_walk import certified, jit, kernels
 from tp_walk.precompile import HOPPER
 
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
@@ -49,3 +49,31 @@ def test_every_row_has_one_place(int8: bool, rows: int, world_size: int) -> None
         assert placed.grid * placed.tiles_per_cta * 16 >= rows > (placed.grid - 1) * placed.tiles_per_cta * 16
         assert placed.streamed_tiles == max(0, placed.tiles_per_cta - resident)
         assert placed.grid <= HOPPER.num_sms
+
+
+# Ids on each rank.
+@pytest.mark.parametrize("widths", [[75_968] * 2, [18_992] * 8, [248_320]])
+def test_certified_specialisations_keep_their_registers(widths: list[int]) -> None:
+    found = certified.certify_specialisations(
+        markov_rank=256,
+        widths=widths,
+        max_batch=64,
+        rounding="engine",
+        num_sms=HOPPER.num_sms,
+        shared_limit=HOPPER.shared_limit,
+    )
+    assert {one.sampled for one in found} == {False, True}
+    for one in found:
+        used = jit.compile_kernel("certify.cu", "certify", one.macros, HOPPER.arch).resources
+        # Two logarithms in double precision, away from the chase, take a few.
+        assert used.stack_bytes <= (16 if one.sampled else 0), (one.max_batch, one.sampled)
+        assert used.registers * certified.WARPS * 32 <= 65_536
+        assert used.static_shared_bytes + one.shared_bytes <= HOPPER.shared_limit
+
+
+@pytest.mark.parametrize("markov_rank", [256, 512])
+def test_bounds_keep_their_registers(markov_rank: int) -> None:
+    macros = certified.bound_macros(markov_rank)
+    used = jit.compile_kernel("certify_bounds.cu", "certify_bounds", macros, HOPPER.arch).resources
+    assert used.stack_bytes == 0
+    assert used.registers * certified.BOUND_THREADS <= 65_536

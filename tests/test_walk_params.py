@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 from pathlib import Path
 
+import pytest
 from ptx_access import compile_to_ptx
 
-from tp_walk import jit, kernels
+from tp_walk import certified, jit, kernels
 from tp_walk.precompile import HOPPER
 
-FIELDS = [name for name, *_ in kernels.WalkParams._fields_]
+STRUCTS = [
+    (kernels.WalkParams, "WalkParams", "walk_params.cuh"),
+    (certified.CertifyParams, "CertifyParams", "certify_params.cuh"),
+]
 
 
-def test_every_field_has_the_hosts_offset(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("struct", "name", "header"), STRUCTS)
+def test_every_field_has_the_hosts_offset(
+    tmp_path: Path, struct: type[ctypes.Structure], name: str, header: str
+) -> None:
+    fields = [field for field, *_ in struct._fields_]
     folder = tmp_path / "csrc"
     shutil.copytree(jit.csrc_dir(), folder)
-    stores = "\n".join(f"out[{i}] = reinterpret_cast<uint64_t>(&p->{name});" for i, name in enumerate(FIELDS))
+    stores = "\n".join(f"out[{i}] = reinterpret_cast<uint64_t>(&p->{field});" for i, field in enumerate(fields))
     (folder / "offsets.cu").write_text(f"""
-        #include "walk_params.cuh"
+        #include "{header}"
         using namespace tpw;
         extern "C" __global__ void offsets(volatile uint64_t* out) {{
-            const WalkParams* p = nullptr;
+            const {name}* p = nullptr;
             {stores}
         }}
     """)
-    (one, *_) = kernels.specialisations(
-        int8=False,
+    (one, *_) = certified.certify_specialisations(
         markov_rank=256,
-        rows=64,
-        world_size=1,
+        widths=[64],
         max_batch=4,
         rounding="engine",
         num_sms=HOPPER.num_sms,
@@ -39,5 +46,5 @@ def test_every_field_has_the_hosts_offset(tmp_path: Path) -> None:
     ptx = compile_to_ptx(folder, "offsets.cu", one.macros)
     constants = dict(re.findall(r"mov\.b?u?64\s+(%rd\d+), (\d+);", ptx))
     stored = re.findall(r"st\.volatile\.global\.[bu]64\s+\[%rd\d+(?:\+(\d+))?\], (\S+);", ptx)
-    offsets = {FIELDS[int(at or 0) // 8]: int(constants.get(value, value)) for at, value in stored}
-    assert offsets == {name: getattr(kernels.WalkParams, name).offset for name in FIELDS}
+    offsets = {fields[int(at or 0) // 8]: int(constants.get(value, value)) for at, value in stored}
+    assert offsets == {field: getattr(struct, field).offset for field in fields}

@@ -204,29 +204,36 @@ def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
     tiles = placement.grid * placement.tiles_per_cta
     padded = torch.zeros(tiles * TILE_ROWS, placement.markov_rank, dtype=rows.dtype, device=rows.device)
     padded[: rows.shape[0]] = rows
-    words = padded.view(torch.int32).view(
-        tiles, 2, 8, placement.k_steps, 2, 4
-    )  # tile, half of rows, g, step, half of k, j
-    return words.permute(0, 3, 2, 5, 4, 1).reshape(tiles, placement.k_steps, 32, 4).contiguous()
+    return fragment_order(padded, placement.k_steps)
 
 
-class _Launch:
-    """One specialisation, loaded, with its launch configuration filled in once."""
+def fragment_order(rows: torch.Tensor, k_steps: int) -> torch.Tensor:
+    """`to_fragments` of whole tiles."""
+    tiles = rows.shape[0] // TILE_ROWS
+    words = rows.view(torch.int32).view(tiles, 2, 8, k_steps, 2, 4)  # tile, half of rows, g, step, half of k, j
+    return words.permute(0, 3, 2, 5, 4, 1).reshape(tiles, k_steps, 32, 4).contiguous()
 
-    def __init__(self, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
+
+class CooperativeLaunch:
+    """A kernel, loaded, with its launch configuration filled in once.
+
+    Raises:
+        PlanUnavailableError: the grid's CTAs, which wait for each other, don't fit the GPU at once.
+    """
+
+    def __init__(self, kernel: jit.CompiledKernel, grid: int, threads: int, shared_bytes: int, num_sms: int) -> None:
         from cuda.bindings import driver
 
-        self.placement = placement
         self._driver = driver
-        self._function = kernel.load(placement.shared_bytes)
-        _check_co_resident(self._function, kernel, placement, num_sms)
+        self._function = kernel.load(shared_bytes)
+        _check_co_resident(self._function, kernel, grid, threads, shared_bytes, num_sms)
         cooperative = driver.CUlaunchAttribute()
         cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         cooperative.value.cooperative = 1
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = placement.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-        config.sharedMemBytes = placement.shared_bytes
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
         # Cooperative: a grid that can't be co-resident is refused instead of waiting for CTAs that never start.
         config.attrs = [cooperative]
         config.numAttrs = 1
@@ -242,16 +249,26 @@ class _Launch:
             )
 
 
-def _check_co_resident(function: Any, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
+class _Launch(CooperativeLaunch):
+    """One specialisation of the walk."""
+
+    def __init__(self, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
+        super().__init__(kernel, placement.grid, THREADS, placement.shared_bytes, num_sms)
+        self.placement = placement
+
+
+def _check_co_resident(
+    function: Any, kernel: jit.CompiledKernel, grid: int, threads: int, shared_bytes: int, num_sms: int
+) -> None:
     from cuda.bindings import driver
 
-    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, placement.shared_bytes)
+    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise KernelError(f"the walk's occupancy isn't known: {status.name}")
-    if placement.grid > ctas * num_sms:
+    if grid > ctas * num_sms:
         raise PlanUnavailableError(
-            f"the walk's {placement.grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them "
-            f"at once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {placement.shared_bytes} "
+            f"the walk's {grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them "
+            f"at once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {shared_bytes} "
             "bytes of shared memory a CTA"
         )
 
@@ -270,6 +287,48 @@ def stored_rows(inputs: WalkInputs) -> torch.Tensor:
     if inputs.logits_rows == "sampled":
         stored &= False if inputs.temperatures is None else inputs.temperatures > 0
     return stored
+
+
+def describe_walk(p: WalkParams, inputs: WalkInputs, plan: str, rounding: Rounding) -> None:
+    """Fills in what a walk brings: its tensors, its noise, and the fields that all ranks must agree on."""
+    base = inputs.base_logits
+    p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
+    p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
+    p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
+    p.anchors_are_int32 = inputs.anchors.dtype == torch.int32
+    p.temperatures = None
+    if inputs.temperatures is not None and inputs.noise is not None:
+        noise = inputs.noise
+        p.temperatures, p.temperatures_stride = inputs.temperatures.data_ptr(), inputs.temperatures.stride(0)
+        p.key_pointer, p.key_stride = _strided(noise.key) if isinstance(noise.key, torch.Tensor) else (None, 0)
+        p.key = 0 if isinstance(noise.key, torch.Tensor) else noise.key & (1 << 64) - 1
+        p.offset_pointer, p.offset_stride = (
+            _strided(noise.offset) if isinstance(noise.offset, torch.Tensor) else (None, 0)
+        )
+        p.offset = 0 if isinstance(noise.offset, torch.Tensor) else noise.offset & (1 << 64) - 1
+        p.rows, p.rows_stride = _strided(noise.rows)
+    else:
+        p.key_pointer = p.offset_pointer = p.rows = None
+        p.key = p.offset = 0
+    p.tokens = inputs.tokens.data_ptr()
+    p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
+    if inputs.logits_out is not None:
+        p.logits = inputs.logits_out.data_ptr()
+        p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
+    p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
+    p.batch, p.gamma = base.shape[0], base.shape[1]
+    p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
+    (p.launch_fields, *_) = pack_header(
+        {
+            "batch": p.batch,
+            "gamma": p.gamma,
+            "plan": PLAN_NAMES.index(plan),
+            "rounding": ROUNDING_CODES[rounding],
+            "logits": LOGITS_CODES[inputs.logits],
+            "logits_rows": p.logits_sampled_rows_only,
+            "sampled": int(inputs.temperatures is not None),
+        }
+    )
 
 
 class KernelExecutor:
@@ -329,7 +388,6 @@ class KernelExecutor:
         self._params = params
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._arguments_address = ctypes.addressof(self._arguments)
-        self._plan_code = PLAN_NAMES.index(self.name)
         self._order = launch_order(context.device)
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
         # By what a walk asks for, those for small batches first.
@@ -338,6 +396,11 @@ class KernelExecutor:
             kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
             launch = _Launch(kernel, one.placement, properties.multi_processor_count)
             self._launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append(launch)
+
+    @property
+    def params(self) -> WalkParams:
+        """What every launch is given; a walk fills in the rest."""
+        return self._params
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's rows of W2 on the device, as the plan holds them, and their scales."""
@@ -397,43 +460,7 @@ class KernelExecutor:
         p.tiles_per_cta = placement.tiles_per_cta
         p.smem_tiles = placement.smem_tiles
         p.base_stage_bytes = placement.base_stage_bytes
-        p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
-        p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
-        p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
-        p.anchors_are_int32 = inputs.anchors.dtype == torch.int32
-        p.temperatures = None
-        if inputs.temperatures is not None and inputs.noise is not None:
-            noise = inputs.noise
-            p.temperatures, p.temperatures_stride = inputs.temperatures.data_ptr(), inputs.temperatures.stride(0)
-            p.key_pointer, p.key_stride = _strided(noise.key) if isinstance(noise.key, torch.Tensor) else (None, 0)
-            p.key = 0 if isinstance(noise.key, torch.Tensor) else noise.key & (1 << 64) - 1
-            p.offset_pointer, p.offset_stride = (
-                _strided(noise.offset) if isinstance(noise.offset, torch.Tensor) else (None, 0)
-            )
-            p.offset = 0 if isinstance(noise.offset, torch.Tensor) else noise.offset & (1 << 64) - 1
-            p.rows, p.rows_stride = _strided(noise.rows)
-        else:
-            p.key_pointer = p.offset_pointer = p.rows = None
-            p.key = p.offset = 0
-        p.tokens = inputs.tokens.data_ptr()
-        p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
-        if inputs.logits_out is not None:
-            p.logits = inputs.logits_out.data_ptr()
-            p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
-        p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
-        p.batch, p.gamma = base.shape[0], base.shape[1]
-        p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
-        (p.launch_fields, *_) = pack_header(
-            {
-                "batch": p.batch,
-                "gamma": p.gamma,
-                "plan": self._plan_code,
-                "rounding": ROUNDING_CODES[self._context.rounding],
-                "logits": LOGITS_CODES[inputs.logits],
-                "logits_rows": p.logits_sampled_rows_only,
-                "sampled": int(sampled),
-            }
-        )
+        describe_walk(p, inputs._replace(base_logits=base), self.name, self._context.rounding)
         stream = torch.cuda.current_stream(self._context.device)
         self._order.before(stream)
         launch(self._arguments_address, stream.cuda_stream)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tp_walk import jit, kernels, pair_test
+from tp_walk import certified, jit, kernels, pair_test
 from tp_walk.config import Rounding
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.shard import shard_bounds
@@ -70,6 +70,7 @@ def jobs(
         wanted = list(_walk_jobs(vocab_size, markov_rank, world_size, max_batch, roundings, target, refusals))
         if not wanted:
             raise PlanUnavailableError(f"no kernel at world size {world_size}: {'; '.join(dict.fromkeys(refusals))}")
+        wanted += _certify_jobs(vocab_size, markov_rank, world_size, max_batch, roundings, target)
         if world_size > 1:
             macros = tuple(pair_test.macros().items())
             wanted.append(Job(f"self-test of {world_size} ranks", "pair_test.cu", "pair_test", macros))
@@ -121,6 +122,29 @@ def _walk_jobs(
                 mode = f"{'sampled' if one.sampled else 'greedy'}, {'fp32' if one.base_fp32 else 'bf16'} base"
                 purpose = f"{plan} on {world_size}: {rounding}, {mode}, logits {one.logits}"
                 yield Job(purpose, "walk.cu", "walk", tuple(one.macros.items()))
+
+
+def _certify_jobs(
+    vocab_size: int, markov_rank: int, world_size: int, max_batch: int, roundings: Sequence[Rounding], target: Target
+) -> Iterator[Job]:
+    purpose = f"certified on {world_size}"
+    for rounding in roundings:
+        try:
+            specialisations = certified.certify_specialisations(
+                markov_rank=markov_rank,
+                widths=[shard.width for shard in shard_bounds(vocab_size, world_size)],
+                max_batch=max_batch,
+                rounding=rounding,
+                num_sms=target.num_sms,
+                shared_limit=target.shared_limit,
+            )
+        except PlanUnavailableError:
+            return  # int8 may well run
+        for one in specialisations:
+            mode = f"{'sampled' if one.sampled else 'greedy'}, {'fp32' if one.base_fp32 else 'bf16'} base"
+            yield Job(f"{purpose}: {rounding}, {mode}", "certify.cu", "certify", tuple(one.macros.items()))
+    macros = tuple(certified.bound_macros(markov_rank).items())
+    yield Job(f"{purpose}: bounds", "certify_bounds.cu", "certify_bounds", macros)
 
 
 def _layouts(vocab_size: int, world_size: int) -> Iterator[tuple[str, bool, int, int]]:

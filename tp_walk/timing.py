@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -87,12 +88,20 @@ class BlockTimer:
             self._gate = _Gate(group, device, gate_s)
 
     def measure(self, candidates: Mapping[str, Candidate], iterations: int = 200) -> dict[str, Timing]:
-        """Times each candidate.
+        """Times each candidate; arguments and errors as of `samples`."""
+        samples = self.samples(candidates, iterations)
+        return {name: Timing.of(times) for name, times in samples.items()}
+
+    def samples(
+        self, candidates: Mapping[str, Candidate], iterations: int, before: Callable[[int], object] | None = None
+    ) -> dict[str, npt.NDArray[np.float64]]:
+        """Times each candidate: `[ranks, iterations]` µs.
 
         Args:
             candidates: name → what to time, given in the same order on every rank. On a GPU it enqueues work on the
                 current stream and waits for nothing (`CapturedWork`); it has run before, so its code is loaded.
             iterations: of each candidate, after a few that don't count.
+            before: enqueues, untimed, what iteration i is to work on; negative numbers are those that don't count.
 
         Raises:
             WalkError: a candidate failed, or a rank didn't come; alike on every rank.
@@ -102,6 +111,9 @@ class BlockTimer:
             samples = np.empty((iterations, len(candidates)))
             numbered = list(enumerate(candidates.values()))
             for iteration in range(-WARM_UP_ITERATIONS, iterations):
+                if before is not None:
+                    with torch.cuda.stream(self._stream) if self._gate is not None else nullcontext():
+                        before(iteration)
                 first = iteration % len(numbered)
                 for column, candidate in numbered[first:] + numbered[:first]:
                     elapsed_us = self._time(candidate)
@@ -114,7 +126,7 @@ class BlockTimer:
         self._group.barrier()
         samples = self._group.stage("timing", run)
         by_rank = np.stack(self._group.all_gather_object(samples))
-        return {name: Timing.of(by_rank[:, :, column]) for column, name in enumerate(candidates)}
+        return {name: by_rank[:, :, column] for column, name in enumerate(candidates)}
 
     def empty_graph(self, threads: int) -> CapturedWork:
         """A graph of one kernel that does nothing: what launching a walk costs by itself. Cooperative, one CTA a SM,

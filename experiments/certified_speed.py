@@ -32,6 +32,7 @@ from tp_walk.ranks import run_ranks
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.rivals import ShardedWalk, SingleWalk, TorchSampler
 from tp_walk.runtime import WalkRuntime
+from tp_walk.shard import shard_bounds
 from tp_walk.timing import METHOD, BlockTimer, CapturedWork
 from tp_walk.workload import Ranks
 
@@ -74,7 +75,7 @@ class Bench:
         base = blocks.base(self.runtime.shard, ranks.device)
         self.anchors = blocks.anchors.to(ranks.device)
         # All of them, made once: `[blocks, gamma, shard width]`.
-        self.base = torch.cat([base.logits(part, gamma) for part in self.anchors.split(64)])
+        self.base = torch.cat([base.logits(part, gamma) for part in torch.split(self.anchors, 64)])
 
     def check(self, temperature: float, batch: int) -> None:
         """Raises WalkError unless certified drafts every block as tp_bf16 does."""
@@ -146,7 +147,7 @@ class Bench:
         if self._ranks.fast_group is None:
             rival = SingleWalk(w1, rows, base, anchors, sampler)
         else:
-            shards = self.runtime.shards
+            shards = shard_bounds(head.vocab_size, self.runtime.world_size)
             rival = ShardedWalk(w1, rows, base, anchors, shards, self._ranks.fast_group, sampler)
         rival()
         return CapturedWork(rival)

@@ -100,7 +100,7 @@ class Bench:
         picks = torch.from_numpy(np.resize(order, (iterations, batch))).to(self._device)
 
         def bring(iteration: int) -> None:
-            chosen = picks[iteration]  # negative ones are the last
+            chosen = picks[iteration % iterations]
             torch.index_select(self.base, 0, chosen, out=base)
             torch.index_select(self.anchors, 0, chosen, out=anchors)
 

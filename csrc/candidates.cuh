@@ -148,7 +148,8 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         return __reduce_add_sync(kFullWarp, above);
     };
     // `above` leaves too many, `kept` does not. The least of the lanes' largest is exceeded by some hundred scores of a usual
-    // step, so that the search begins near its end; it needn't find the best threshold, three quarters of a list will do.
+    // step, so that the search begins near its end. It needn't find the best threshold; but one that stops at three quarters of
+    // a list leaves out ids that count: on held-out text the candidates of all units then hold the best 600 ids instead of 1,060.
     int32_t above = __reduce_min_sync(kFullWarp, mine), kept = __reduce_max_sync(kFullWarp, mine);
     int count = 0;
     if (count_above(above) <= kList) kept = above, above = kNothing;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         if (all <= kList) kept = kNothing, count = all;
     }
     constexpr uint32_t kGap = kSampled || TPW_BASE_FP32 ? 1 : 0xffff;  // between two bf16 values lies no third
-    while (kept != kNothing && count < kList * 3 / 4 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > kGap) {
+    while (kept != kNothing && count < kList - kList / 16 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > kGap) {
         const int32_t middle = static_cast<int32_t>(static_cast<uint32_t>(above) + (static_cast<uint32_t>(kept) - static_cast<uint32_t>(above)) / 2);
         const int found = count_above(middle);
         if (found <= kList)

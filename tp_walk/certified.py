@@ -159,6 +159,14 @@ def bound_macros(markov_rank: int) -> dict[str, int]:
     return {"TPW_INT8": 0, "TPW_NARROW": 0, "TPW_RANK": markov_rank, "TPW_TOKENS": BOUND_TOKENS}
 
 
+def bound_fragments(w2: torch.Tensor) -> torch.Tensor:
+    """All of W2, `[V, r]` bf16, in fragment order: `[tiles, k steps, 32, 4]` int32."""
+    tiles = -(-w2.shape[0] // TILE_ROWS)
+    # A row that is there twice changes no maximum; a row of zeros might.
+    padded = torch.cat([w2, w2[-1:].expand(tiles * TILE_ROWS - w2.shape[0], -1)])
+    return fragment_order(padded.contiguous(), w2.shape[1] // 16)
+
+
 def bias_bounds(w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """B of every row of W1, `[tokens]` float32 (certify.py). w1: `[tokens, r]`, w2: `[V, r]`, both bf16 on one GPU."""
     from cuda.bindings import driver
@@ -167,13 +175,10 @@ def bias_bounds(w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     bounds = torch.empty(tokens, device=w1.device)
     if not tokens:
         return bounds
-    tiles = -(-w2.shape[0] // TILE_ROWS)
-    # A row that is there twice changes no maximum; a row of zeros might.
-    padded = torch.cat([w2, w2[-1:].expand(tiles * TILE_ROWS - w2.shape[0], -1)])
-    fragments = fragment_order(padded.contiguous(), markov_rank // 16)
+    fragments = bound_fragments(w2)
     dynamic = BOUND_TOKENS * (markov_rank * 2 + 32)
     function = jit.compile_kernel("certify_bounds.cu", "certify_bounds", bound_macros(markov_rank)).load(dynamic)
-    values = [fragments.data_ptr(), w1.data_ptr(), bounds.data_ptr(), tiles, tokens]
+    values = [fragments.data_ptr(), w1.data_ptr(), bounds.data_ptr(), len(fragments), tokens]
     kinds = [_P, _P, _P, _I32, _I32]
     grid = -(-tokens // BOUND_TOKENS)
     stream = torch.cuda.current_stream(w1.device)

@@ -1,0 +1,105 @@
+"""Kernels of csrc run on the CPU: their very sources, compiled by g++ against emulator/emulate.h, on small grids.
+
+For what a GPU isn't needed for: that indices, exchange, barriers and arithmetic are right. Weights whose dots are exact
+in any order give the definition's tokens to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from tp_walk import jit
+
+SOURCES = Path(__file__).parent / "emulator"
+LIMIT_S = 120.0
+HAS_COMPILER = shutil.which("g++") is not None
+
+# What a statement of inline assembly is replaced by, found by an instruction in it; the names are those around it. The
+# others, hints and fences, do nothing.
+INSTRUCTIONS = {
+    "cvt.rn.bf16x2.f32": "packed = emulate_bf16x2(high, low);",
+    "cvt.rn.f16x2.f32": "packed = emulate_f16x2(high, low);",
+    "cvt.f32.f16": "value = emulate_f16(bits);",
+    "lg2.approx": "log2 = std::log2(x);",
+    "mma.sync.aligned.m16n8k16": "emulate_mma(acc, a, b);",
+    ".sys.global.b128 [%0]": "emulate_store_word(at, key, tag);",
+    ".gpu.global.b128 [%0]": "emulate_store_word(at, key, tag);",
+    ".global.b128 word": "emulate_load_word(at, word);",
+    "ld.relaxed.gpu.global.u64": "value = *reinterpret_cast<const u64*>(mailbox + offset);",
+    "st.relaxed.gpu.global.u64": "*reinterpret_cast<u64*>(mailbox + offset) = value;",
+    "st.relaxed.sys.global.u32": "*reinterpret_cast<u32*>(status + offset) = value;",
+    "st.relaxed.sys.global.u64": "*reinterpret_cast<u64*>(status + offset) = value;",
+    "st.release.sys.global.u32": "*reinterpret_cast<u32*>(status + TPW_STATUS_CODE_OFFSET) = code;",
+    "%globaltimer": "ns = emulate_ns();",
+    "ld.global.nc": "f = *address;",
+    "cp.async.cg": "std::memcpy(target, source, 16);",
+    "mbarrier.init": "emulate_mbarrier_init(barrier, arrivals);",
+    "mbarrier.arrive.expect_tx": "emulate_mbarrier_pay(barrier, bytes);",
+    "mbarrier.arrive.shared": "emulate_mbarrier_arrive(barrier);",
+    "cp.async.bulk": "emulate_bulk_load(target, source, bytes, barrier);",
+    "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
+    "bar.sync": "emulate_named_barrier(id, threads);",
+}
+_ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')
+
+
+def translated(source: str) -> str:
+    """A file of csrc as g++ takes it."""
+
+    def replace(match: re.Match[str]) -> str:
+        return next((to for instruction, to in INSTRUCTIONS.items() if instruction in match[0]), ";")
+
+    source = _ASSEMBLY.sub(replace, source)
+    source = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"unsigned char* \1 = emulate_shared();", source)
+    # Of 64 bits there are two integer types here, and csrc means the other one than the standard library.
+    source = re.sub(r"using (?:int|uint)(?:8|16|32)_t = .*;", "", source)
+    return re.sub(r"\b(u?)int64_t\b", r"\1nvrtc_int64", source)
+
+
+@cache
+def _sources(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for file in jit.csrc_dir().iterdir():
+        (folder / file.name).write_text(translated(file.read_text()))
+
+
+@cache
+def _library(kernel: str, macros: tuple[tuple[str, int], ...], folder: Path) -> ctypes.CDLL:
+    _sources(folder / "csrc")
+    name = hashlib.sha256(repr((kernel, macros)).encode()).hexdigest()[:16]
+    library = folder / f"{name}.so"
+    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
+    options += [f"-I{SOURCES}", f"-I{folder / 'csrc'}", *(f"-D{macro}={value}" for macro, value in macros)]
+    done = subprocess.run(
+        ["g++", *options, str(SOURCES / f"{kernel}.cpp"), "-o", str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+def run_kernel(
+    kernel: str,
+    macros: Mapping[str, int],
+    params: Sequence[ctypes.Structure],
+    grid: int,
+    shared_bytes: int,
+    folder: Path,
+) -> None:
+    """Launches `kernel` on every rank, params[rank] being what it is given, and waits for all.
+
+    folder: where its sources and library are kept, for as long as the process lives.
+    """
+    library = _library(kernel, tuple(sorted(macros.items())), folder)
+    library.emulate.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
+    addresses = (ctypes.c_void_p * len(params))(*(ctypes.addressof(one) for one in params))
+    assert library.emulate(addresses, len(params), grid, shared_bytes, LIMIT_S) == 0, f"{kernel} doesn't end"

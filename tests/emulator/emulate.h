@@ -1,0 +1,300 @@
+// CUDA's words for g++: each thread is a fiber, warps and CTAs meet as on a GPU, and every poll lets the others go on.
+// What inline assembly does, emulated.py replaces by the emulate_* calls here. Orders of memory accesses that only hardware has
+// don't come up; indices, protocols, barriers and arithmetic do.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static
+#define __align__(bytes) alignas(bytes)
+
+using std::max;
+using std::min;
+
+struct uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+// ---- threads ---------------------------------------------------------------------------------------------------------
+
+struct Meeting {
+    int arrived = 0;
+    unsigned turn = 0;
+};
+
+struct EmulatedWarp : Meeting {
+    unsigned char words[2][32][32];  // what lanes show each other, by parity of the turn
+};
+
+struct EmulatedCta : Meeting {
+    int index, count, threads, rank;
+    int any[2] = {0, 0};
+    Meeting named[16];
+    std::vector<EmulatedWarp> warps;
+    std::vector<unsigned char> shared;
+};
+
+struct Fiber {
+    ucontext_t context;
+    EmulatedCta* cta;
+    int thread;
+    bool done = false;
+    std::vector<unsigned char> stack;
+};
+
+inline Fiber* running;
+inline ucontext_t scheduler;
+inline void (*kernel_of_rank)(int rank);
+
+inline void let_others_run() { swapcontext(&running->context, &scheduler); }
+
+inline void meet(Meeting& meeting, int threads) {
+    const unsigned turn = meeting.turn;
+    if (++meeting.arrived == threads) {
+        meeting.arrived = 0;
+        ++meeting.turn;
+    } else {
+        while (meeting.turn == turn) let_others_run();
+    }
+}
+
+inline void run_fiber() {
+    kernel_of_rank(running->cta->rank);
+    running->done = true;
+    let_others_run();
+}
+
+// Runs all CTAs of all ranks. False if they don't end within so many seconds.
+inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, double limit_s) {
+    constexpr size_t kStackBytes = 128 << 10;
+    std::vector<EmulatedCta> ctas(ranks * grid);
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    for (int i = 0; i < ranks * grid; ++i) {
+        EmulatedCta& cta = ctas[i];
+        cta.index = i % grid, cta.count = grid, cta.threads = threads, cta.rank = i / grid;
+        cta.warps.resize(threads / 32);
+        cta.shared.assign(shared_bytes + 128, 0xcd);
+        for (int thread = 0; thread < threads; ++thread) {
+            auto fiber = std::make_unique<Fiber>();
+            fiber->cta = &cta, fiber->thread = thread;
+            fiber->stack.resize(kStackBytes);
+            getcontext(&fiber->context);
+            fiber->context.uc_stack = {fiber->stack.data(), 0, kStackBytes};
+            fiber->context.uc_link = nullptr;
+            makecontext(&fiber->context, run_fiber, 0);
+            fibers.push_back(std::move(fiber));
+        }
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    unsigned random = 1;  // another thread begins each round
+    std::vector<Fiber*> alive;
+    for (auto& fiber : fibers) alive.push_back(fiber.get());
+    while (!alive.empty()) {
+        if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > limit_s) return false;
+        std::vector<Fiber*> left;
+        random = random * 1664525u + 1013904223u;
+        for (size_t i = 0; i < alive.size(); ++i) {
+            running = alive[(i + random) % alive.size()];
+            swapcontext(&scheduler, &running->context);
+            if (!running->done) left.push_back(running);
+        }
+        alive.swap(left);
+    }
+    return true;
+}
+
+struct ThreadIndex {
+    operator int() const { return running->thread; }
+};
+struct CtaIndex {
+    operator int() const { return running->cta->index; }
+};
+struct CtaCount {
+    operator int() const { return running->cta->count; }
+};
+inline struct { ThreadIndex x; } threadIdx;
+inline struct { CtaIndex x; } blockIdx;
+inline struct { CtaCount x; } gridDim;
+
+inline unsigned char* emulate_shared() {
+    return reinterpret_cast<unsigned char*>((reinterpret_cast<size_t>(running->cta->shared.data()) + 127) & ~size_t{127});
+}
+
+// ---- barriers and warps ----------------------------------------------------------------------------------------------
+
+inline void __syncthreads() { meet(*running->cta, running->cta->threads); }
+inline void emulate_named_barrier(int id, int threads) { meet(running->cta->named[id], threads); }
+inline int __syncthreads_or(int value) {
+    EmulatedCta& cta = *running->cta;
+    const unsigned turn = cta.turn;
+    if (cta.arrived == 0) cta.any[turn & 1] = 0;
+    cta.any[turn & 1] |= value != 0;
+    __syncthreads();
+    return cta.any[turn & 1];
+}
+
+template <typename T>
+struct Shown {
+    unsigned turn;
+    T of(int lane) const {
+        T value;
+        std::memcpy(&value, running->cta->warps[running->thread / 32].words[turn & 1][lane], sizeof value);
+        return value;
+    }
+};
+
+template <typename T>
+Shown<T> show(const T& value) {
+    static_assert(sizeof(T) <= 32);
+    EmulatedWarp& warp = running->cta->warps[running->thread / 32];
+    const unsigned turn = warp.turn;
+    std::memcpy(warp.words[turn & 1][running->thread % 32], &value, sizeof value);
+    meet(warp, 32);
+    return {turn};
+}
+
+template <typename T, typename Join>
+T reduce(T value, Join join) {
+    const Shown<T> shown = show(value);
+    T result = shown.of(0);
+    for (int lane = 1; lane < 32; ++lane) result = join(result, shown.of(lane));
+    return result;
+}
+
+inline void __syncwarp() { show(0); }
+template <typename T> T __reduce_max_sync(unsigned, T value) { return reduce(value, [](T a, T b) { return max(a, b); }); }
+template <typename T> T __reduce_min_sync(unsigned, T value) { return reduce(value, [](T a, T b) { return min(a, b); }); }
+template <typename T> T __reduce_add_sync(unsigned, T value) { return reduce(value, [](T a, T b) { return a + b; }); }
+inline bool __any_sync(unsigned, bool value) { return reduce(value, [](bool a, bool b) { return a || b; }); }
+inline bool __all_sync(unsigned, bool value) { return reduce(value, [](bool a, bool b) { return a && b; }); }
+inline unsigned __ballot_sync(unsigned, bool value) { return reduce(unsigned(value) << running->thread % 32, [](unsigned a, unsigned b) { return a | b; }); }
+template <typename T> T __shfl_sync(unsigned, T value, int lane) { return show(value).of(lane); }
+template <typename T> T __shfl_xor_sync(unsigned, T value, int distance) { return show(value).of(running->thread % 32 ^ distance); }
+template <typename T> T __shfl_up_sync(unsigned, T value, int distance) {
+    const int lane = running->thread % 32;
+    return show(value).of(lane < distance ? lane : lane - distance);
+}
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+template <typename To, typename From>
+To bits_as(From value) {
+    To result;
+    static_assert(sizeof(To) == sizeof(From));
+    std::memcpy(&result, &value, sizeof value);
+    return result;
+}
+inline float __uint_as_float(unsigned bits) { return bits_as<float>(bits); }
+inline float __int_as_float(int bits) { return bits_as<float>(bits); }
+inline unsigned __float_as_uint(float value) { return bits_as<unsigned>(value); }
+// A GPU's sums make but one NaN.
+inline int __float_as_int(float value) { return value != value ? 0x7fffffff : bits_as<int>(value); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __uint2float_rn(unsigned value) { return static_cast<float>(value); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+
+inline unsigned bf16_of(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
+inline unsigned emulate_f16x2(float high, float low) {
+    return bits_as<unsigned short>(static_cast<_Float16>(high)) << 16 | bits_as<unsigned short>(static_cast<_Float16>(low));
+}
+inline float emulate_f16(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
+
+// mma.m16n8k16 of bf16; fragments as the PTX ISA lays them out.
+inline void emulate_mma(float (&acc)[4], const uint4& a, const uint2& b) {
+    struct Fragments {
+        uint4 a;
+        uint2 b;
+    };
+    // In one: what a lane shows lasts until the show after next.
+    const Shown<Fragments> shown = show(Fragments{a, b});
+    const int lane = running->thread % 32;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const uint4 of_row = shown.of(row % 8 * 4 + k % 8 / 2).a;
+            const uint2 of_column = shown.of(column * 4 + k % 8 / 2).b;
+            const unsigned low_rows = k < 8 ? of_row.x : of_row.z, high_rows = k < 8 ? of_row.y : of_row.w;
+            const unsigned x = row < 8 ? low_rows : high_rows, y = k < 8 ? of_column.x : of_column.y;
+            acc[i] += __uint_as_float(x >> k % 2 * 16 << 16) * __uint_as_float(y >> k % 2 * 16 << 16);
+        }
+    }
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+template <typename T> T __ldg(const T* address) { return *address; }
+inline size_t __cvta_generic_to_global(const void* address) { return reinterpret_cast<size_t>(address); }
+inline size_t __cvta_generic_to_shared(const void* address) { return reinterpret_cast<size_t>(address); }
+template <typename T, typename V> T atomicExch(T* address, V value) { return std::exchange(*address, static_cast<T>(value)); }
+template <typename T, typename V> T atomicAdd(T* address, V value) { return std::exchange(*address, static_cast<T>(*address + value)); }
+template <typename T, typename V> T atomicMin(T* address, V value) { return std::exchange(*address, min(*address, static_cast<T>(value))); }
+
+inline void emulate_store_word(unsigned long long at, unsigned long long key, unsigned long long tag) {
+    const unsigned long long word[2] = {key, tag};
+    std::memcpy(reinterpret_cast<void*>(at), word, sizeof word);
+}
+template <typename Word>
+void emulate_load_word(unsigned long long at, Word& word) {
+    let_others_run();
+    std::memcpy(&word, reinterpret_cast<const void*>(at), sizeof word);
+}
+inline unsigned long long emulate_ns() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// An mbarrier's 8 bytes. A copy is done at once; its bytes are owed, or paid in advance, until the barrier expects them.
+struct Mbarrier {
+    unsigned short pending, arrivals;
+    unsigned phase;
+};
+inline std::map<void*, long> owed;
+
+inline void emulate_mbarrier_init(void* barrier, int arrivals) {
+    const Mbarrier made{static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0};
+    std::memcpy(barrier, &made, sizeof made);
+}
+inline void emulate_mbarrier_arrive(void* barrier) {
+    Mbarrier& it = *static_cast<Mbarrier*>(barrier);
+    if (--it.pending == 0) it.pending = it.arrivals, it.phase ^= 1;
+}
+inline void emulate_mbarrier_pay(void* barrier, long bytes) {
+    if ((owed[barrier] += bytes) == 0) emulate_mbarrier_arrive(barrier);
+}
+inline void emulate_bulk_load(void* target, const void* source, unsigned bytes, void* barrier) {
+    std::memcpy(target, source, bytes);
+    emulate_mbarrier_pay(barrier, -static_cast<long>(bytes));
+}
+inline void emulate_mbarrier_wait(void* barrier, unsigned parity) {
+    while (static_cast<Mbarrier*>(barrier)->phase == parity) let_others_run();
+}

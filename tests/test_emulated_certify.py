@@ -1,0 +1,258 @@
+"""Both launches of plan certified, and its bounds, on the emulator: the definition's tokens, on all ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from emulated import HAS_COMPILER, run_kernel, translated
+from test_certify import SPOILERS, TEMPERATURES, Spoiler, as_they_come, masked, one_bad_request, rounded_up, ties
+
+import tp_walk
+from tp_walk import certified, jit, kernels
+from tp_walk.certify import bias_bound
+from tp_walk.config import Rounding
+from tp_walk.mailbox import WORD_BYTES, MailboxLayout
+from tp_walk.noise import Noise
+from tp_walk.plan import WalkInputs
+from tp_walk.precompile import HOPPER
+from tp_walk.shard import shard_bounds
+from tp_walk.status import STATUS_BYTES
+
+pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
+
+GRID, BATCH, GAMMA = 3, 6, 4
+DEADLINE_NS = 60 * 10**9
+FIRST_OFFSET = 3
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs of few threads, and a first tier that isn't all that is scored."""
+    monkeypatch.setattr(certified, "WARPS", 4)
+    monkeypatch.setattr(certified, "TIERS", (64,))
+
+
+def zeros(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes // 8 + 32, dtype=torch.int64)
+
+
+@dataclass
+class Rank:
+    """One rank's memory."""
+
+    mailbox: torch.Tensor
+    walk_mailbox: torch.Tensor
+    lists: torch.Tensor
+    status: torch.Tensor = field(default_factory=lambda: zeros(STATUS_BYTES))
+    left: torch.Tensor = field(default_factory=lambda: torch.zeros(2 + BATCH + 32, dtype=torch.int32))
+    offsets: torch.Tensor = field(default_factory=lambda: torch.zeros(BATCH, dtype=torch.int64))
+    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(len(certified.COUNTS), dtype=torch.int64))
+    offset: torch.Tensor = field(default_factory=lambda: torch.tensor([FIRST_OFFSET]))
+
+
+class World:
+    """Ranks that share this process's memory, and do what CertifiedExecutor does."""
+
+    def __init__(self, head: tp_walk.MarkovHead, world: int, rounding: Rounding, sampled: bool, folder: Path) -> None:
+        self.shards = shard_bounds(head.vocab_size, world)
+        self._rounding, self._folder, self._d2t = rounding, folder, head.d2t
+        self._w1, self._w2 = head.w1.contiguous(), head.w2_rows(0, head.vocab_size).contiguous()
+        self._bounds = bias_bound(self._w1.float() @ self._w2.float().T)
+        widths = [shard.width for shard in self.shards]
+        shape = {"markov_rank": head.markov_rank, "max_batch": BATCH, "rounding": rounding}
+        limits = {"shared_limit": HOPPER.shared_limit}
+        base_fp32 = rounding == "none" and sampled
+        self._certify = next(
+            one
+            for one in certified.certify_specialisations(widths=widths, num_sms=GRID, **shape, **limits)
+            if (one.base_fp32, one.sampled) == (base_fp32, sampled)
+        )
+        self._walk = next(
+            one
+            for one in kernels.specialisations(
+                int8=False, rows=max(widths), world_size=world, num_sms=GRID, **shape, **limits
+            )
+            if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none")
+            and one.placement.requests >= BATCH
+        )
+        self._list_words = BATCH * GAMMA * world * self._certify.units * (certified.LIST + 1)
+        num_bytes = MailboxLayout(world, BATCH, GRID).num_bytes
+        list_bytes = (2 * self._list_words + BATCH * GAMMA) * WORD_BYTES
+        self.ranks = [Rank(zeros(num_bytes), zeros(num_bytes), zeros(list_bytes)) for _ in range(world)]
+        for rank in self.ranks:
+            rank.mailbox[:2] = rank.walk_mailbox[:2] = 1  # the block to come, and the first
+        self._fragments = [
+            kernels.to_fragments(self._w2[shard.start : shard.stop].contiguous(), self._walk.placement)
+            for shard in self.shards
+        ]
+
+    def draft(
+        self, base: torch.Tensor, anchors: torch.Tensor, temperatures: torch.Tensor | None, num_valid: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """One block; each rank's tokens, -1 where none was written."""
+        base = base.float() if self._rounding == "none" and temperatures is not None else base
+        given = []
+        for rank in self.ranks:
+            tokens = torch.full(base.shape[:2], -1)
+            noise = None if temperatures is None else Noise(11, rank.offset)
+            given.append(
+                WalkInputs(base, True, anchors, temperatures, noise, num_valid, "none", "all", tokens, None, None)
+            )
+        first = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
+        run_kernel("certify", self._certify.macros, first, GRID, self._certify.shared_bytes, self._folder)
+        second = [self._walk_params(rank, inputs) for rank, inputs in enumerate(given)]
+        placement = self._walk.placement
+        run_kernel("walk", self._walk.macros, second, placement.grid, placement.shared_bytes, self._folder)
+        assert not any(rank.status[0] for rank in self.ranks)
+        return [inputs.tokens for inputs in given]
+
+    def _common(self, rank: int, inputs: WalkInputs, plan: str) -> kernels.WalkParams:
+        p = kernels.WalkParams()
+        p.w1, p.d2t = self._w1.data_ptr(), None if self._d2t is None else self._d2t.data_ptr()
+        for peer, memory in enumerate(self.ranks):
+            mailbox = memory.mailbox if plan == "certified" else memory.walk_mailbox
+            p.mailboxes[peer] = mailbox.data_ptr()
+        p.status = self.ranks[rank].status.data_ptr()
+        p.startup_deadline_ns = p.steady_deadline_ns = DEADLINE_NS
+        p.vocab_size, p.target_vocab_size = self._w2.shape[0], self._w1.shape[0]
+        p.shard_start, p.shard_width, p.rank = self.shards[rank].start, self.shards[rank].width, rank
+        kernels.describe_walk(p, inputs, plan, self._rounding)
+        return p
+
+    def _certify_params(self, rank: int, inputs: WalkInputs) -> certified.CertifyParams:
+        p, mine = certified.CertifyParams(), self.ranks[rank]
+        p.walk = self._common(rank, inputs, "certified")
+        p.w2, p.bounds = self._w2.data_ptr(), self._bounds.data_ptr()
+        for peer, memory in enumerate(self.ranks):
+            p.lists[peer] = memory.lists.data_ptr()
+        p.steps = mine.lists.data_ptr() + 2 * self._list_words * WORD_BYTES
+        p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
+        p.units, p.list_words = self._certify.units, self._list_words
+        return p
+
+    def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:
+        mine, placement = self.ranks[rank], self._walk.placement
+        noise = None if inputs.noise is None else Noise(inputs.noise.key, mine.offsets)
+        p = self._common(rank, inputs._replace(num_valid=mine.left[0], noise=noise), "tp_bf16")
+        p.w2_fragments = self._fragments[rank].data_ptr()
+        p.tiles_per_cta, p.smem_tiles = placement.tiles_per_cta, placement.smem_tiles
+        p.base_stage_bytes = placement.base_stage_bytes
+        p.first_step, p.batch_rows = mine.left[1:].data_ptr(), mine.left[2:].data_ptr()
+        return p
+
+
+def check(
+    spoil: Spoiler,
+    world: int,
+    sampled: bool,
+    folder: Path,
+    vocab_size: int = 700,
+    rounding: Rounding = "engine",
+    draft: bool = False,
+    valid: int = BATCH,
+) -> dict[str, int]:
+    """Three blocks against the definition, all ranks. The counts of rank 0."""
+    torch.manual_seed(1)
+    w1, w2 = (torch.randint(-4, 5, (vocab_size, 256)).float() / 32 for _ in range(2))
+    base = torch.randn(BATCH, GAMMA, vocab_size) * 8
+    spoil(base, w1, w2)
+    head = tp_walk.MarkovHead(w1.bfloat16(), w2.bfloat16(), torch.randperm(vocab_size) if draft else None)
+    temperatures = TEMPERATURES if sampled else None
+    ranks = World(head, world, rounding, sampled, folder)
+    anchors, num_valid = torch.randint(vocab_size, (BATCH,)), torch.tensor(valid, dtype=torch.int32)
+    with tp_walk.WalkRuntime(head, BATCH, GAMMA, rounding, device="cpu", plans=["reference"]) as runtime:
+        for block in range(3):
+            noise = Noise(11, FIRST_OFFSET + block) if sampled else None
+            right = runtime.walk(base.bfloat16(), anchors, temperatures, noise).tokens
+            for tokens in ranks.draft(base.bfloat16(), anchors, temperatures, num_valid):
+                assert torch.equal(tokens[:valid], right[:valid])
+                assert bool((tokens[valid:] == -1).all())
+    counts = [dict(zip(certified.COUNTS, rank.counts.tolist(), strict=True)) for rank in ranks.ranks]
+    assert all(one == counts[0] for one in counts)
+    assert all(rank.offset.item() == FIRST_OFFSET + 3 * sampled for rank in ranks.ranks)
+    return counts[0]
+
+
+@pytest.mark.parametrize("spoil", SPOILERS)
+def test_nothing_fools_the_kernels(spoil: Spoiler, folder: Path) -> None:
+    for world, sampled in itertools.product((1, 2), (False, True)):
+        check(spoil, world, sampled, folder)
+
+
+@pytest.mark.parametrize("rounding", ["once", "none"])
+def test_every_rounding_and_drafted_ids(rounding: Rounding, folder: Path) -> None:
+    for sampled in (False, True):
+        check(one_bad_request, 2, sampled, folder, rounding=rounding, draft=True)
+
+
+def test_steps_are_certified_and_requests_fall_back(folder: Path) -> None:
+    counts = check(masked, 2, True, folder)
+    assert counts["certified_blocks"] == counts["blocks"] == 3 * BATCH
+    counts = check(one_bad_request, 2, False, folder)
+    assert counts["fallbacks"] == 3
+    assert counts["certified_blocks"] == 3 * (BATCH - 1)
+
+
+@pytest.mark.parametrize("valid", [0, 4])
+def test_rows_that_are_not_valid_are_left_alone(valid: int, folder: Path) -> None:
+    check(one_bad_request, 2, True, folder, valid=valid)
+
+
+def test_a_vocabulary_that_the_lists_hold(folder: Path) -> None:
+    counts = check(as_they_come, 2, True, folder, vocab_size=7)
+    assert counts["certified_steps"] == counts["steps"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sampled", "rule", "broken"),
+    [
+        (ties, False, "0x80000000u) > limit; };", "0x80000000u) >= limit; };"),
+        (rounded_up, True, "1.0f - 0x1p-8f : 1.0f + 0x1p-8f", "1.0f : 1.0f"),
+    ],
+    ids=["ties", "no slack"],
+)
+def test_a_broken_rule_is_noticed(
+    spoil: Spoiler, sampled: bool, rule: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sum(rule in file.read_text() for file in jit.csrc_dir().iterdir()) == 1
+    monkeypatch.setattr(emulated, "translated", lambda source: translated(source.replace(rule, broken)))
+    with pytest.raises(AssertionError, match="torch.equal"):
+        check(spoil, 1, sampled, tmp_path)
+
+
+class BoundsParams(ctypes.Structure):
+    """Field for field `BoundsParams` of emulator/certify_bounds.cpp."""
+
+    _fields_ = [
+        ("fragments", ctypes.c_void_p),
+        ("w1", ctypes.c_void_p),
+        ("bounds", ctypes.c_void_p),
+        ("tiles", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+    ]
+
+
+@pytest.mark.parametrize("rank", [256, 512])
+def test_bounds_are_the_largest_dots(rank: int, folder: Path) -> None:
+    torch.manual_seed(2)
+    w1, w2 = ((torch.randint(-4, 5, (rows, rank)).float() / 8).bfloat16() for rows in (130, 203))
+    w2[:, :] = w2.abs()
+    w1[5], w1[9], w1[10], w1[11] = float("inf"), 3e38, 0.0, -1.0  # the last has only negative dots
+    w1[77, 3] = float("nan")
+    fragments, bounds = certified.bound_fragments(w2), torch.full((130,), 99.0)
+    params = BoundsParams(fragments.data_ptr(), w1.data_ptr(), bounds.data_ptr(), len(fragments), 130)
+    shared_bytes = certified.BOUND_TOKENS * (2 * rank + 32)
+    run_kernel("certify_bounds", certified.bound_macros(rank), [params], 3, shared_bytes, folder)
+    assert torch.equal(bounds, bias_bound(w1.float() @ w2.float().T))
+    assert bounds[11] < 0

@@ -261,8 +261,9 @@ class Job:
             served = Served(work.gamma)
             meter = QualityMeter(control, runtime.shard, SEED, self._deadline.steady_s) if work.fit else None
             self._serve(runtime, work, requests, served, meter, console)
+            counts = runtime.stats()["counts"]
         quality = {t: q.report() for t, q in sorted(meter.by_temperature.items())} if meter else {}
-        report = Report(setup, served.report(), quality, self._drafts)
+        report = Report(setup, served.report() | {"counts": counts}, quality, self._drafts)
         if self._stop.requested:
             console.print("stopped by a signal")
         report.print(console)

@@ -47,9 +47,15 @@ ONE_GPU = "_1gpu"
 
 
 _PLACE = (Column("vocab_size", "V"), Column("gamma", "γ"), Column("batch", "batch"), Column("mode", "mode"))
-_ON_ONE_RANK = (Column("tp_bf16_us", "tp_bf16"), Column("int8_us", "int8"), Column("torch_us", "torch"))
+_ON_ONE_RANK = (
+    Column("tp_bf16_us", "tp_bf16"),
+    Column("certified_us", "certified"),
+    Column("int8_us", "int8"),
+    Column("torch_us", "torch"),
+)
 _ON_SEVERAL_RANKS = (
     Column("tp_bf16_us", "tp_bf16"),
+    Column("certified_us", "certified"),
     Column("int8_us", "int8, base gathered"),
     Column("int8_1gpu_us", "int8, 1 GPU"),
     Column("torch_1gpu_us", "torch, 1 GPU"),
@@ -200,7 +206,8 @@ def _measure(point: Point, workloads: _Workloads, timer: BlockTimer, iterations:
         refused |= {f"{name}{ONE_GPU}": reason for name, reason in prepared.refused.items()}
     if workloads.ranks.device.type == "cuda":
         candidates[EMPTY] = timer.empty_graph(THREADS)
-    return row_of(point, timer.measure(candidates, iterations), refused, ours.group.world_size)
+    row = row_of(point, timer.measure(candidates, iterations), refused, ours.group.world_size)
+    return row | {"counts": ours.runtime.stats()["counts"]}
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -208,6 +215,8 @@ def _line(row: Mapping[str, Any]) -> str:
     medians = {name: value for name, value in times.items() if not name.endswith(("_p99", "_spread"))}
     parts = [f"{name} {value:.1f}" for name, value in medians.items()]
     parts += [f"{name} not timed: {reason}" for name, reason in row["refused"].items()]
+    # Since the runtime was made, so over all rows so far.
+    parts += [f"{name} counted {counts}" for name, counts in row.get("counts", {}).items()]
     return f"V {row['vocab_size']:,} γ {row['gamma']} batch {row['batch']} {row['mode']}: {', '.join(parts)}"
 
 

@@ -163,6 +163,10 @@ class Report:
             table.add_row("batch, mean (range)", f"{served['mean_batch']:.1f} ({min(sizes)} to {max(sizes)})")
             plans = ", ".join(f"{plan} {count:,}" for plan, count in served["plans"].items())
             table.add_row("plans, rounds", plans)
+        for plan, counts in served.get("counts", {}).items():
+            table.add_row(
+                f"{plan}, counted", ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())
+            )
         return table
 
     def _quality_table(self) -> Table:

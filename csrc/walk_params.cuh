@@ -55,6 +55,7 @@ struct WalkParams {
     int32_t gamma;
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
+    int32_t base_aligned;        // base logits of every row and step begin on the size of four
 };
 
 static_assert(sizeof(WalkParams) == TPW_PARAMS_BYTES, "host and device have the same fields");

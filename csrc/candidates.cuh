@@ -38,8 +38,6 @@ __device__ __forceinline__ u32 tag_id(u64 tag) { return u32(tag) & ((1u << kIdBi
 constexpr int32_t kTop = 0x7fffffff;  // ordered(NaN)
 constexpr float kLargestScore = 0x1p100f;
 constexpr float kSlack = 0x1p-20f, kSlackMagnitude = 32.0f;
-// Of approximate_gumbel, whose error noise.cuh derives, without what fp16 adds to it there.
-constexpr float kSelectionError = 5e-4f;
 
 // The most that rounding can make of a value.
 __device__ __forceinline__ float swell(float value) {
@@ -78,7 +76,7 @@ struct Scoring {
         float bias[2] = {bound, bound};
         if constexpr (kRounding != kOnce) round_to_bf16(bias[0], bias[1]);
         const float share = __fmul_rn(swell(bias[0]), inverse_temperature);
-        const float slack = __fadd_rn(__fmul_rn(kSlack, fabsf(largest) + fabsf(share) + kSlackMagnitude), kSelectionError);
+        const float slack = __fadd_rn(__fmul_rn(kSlack, fabsf(largest) + fabsf(share) + kSlackMagnitude), kGumbelError);
         return ordered(__fadd_rn(__fadd_rn(largest, share), slack));
     }
 };

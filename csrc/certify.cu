@@ -94,17 +94,16 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const WalkParams& walk = p.walk;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cta = blockIdx.x, ctas = gridDim.x;
     const int batch = walk.num_valid ? min(max(*walk.num_valid, 0), walk.batch) : walk.batch;
-    const WalkExchange exchange{walk, &s.control->block, &s.control->expiry};
     if (threadIdx.x == 0) {
         WalkExchange::start(walk, &s.control->block, &s.control->expiry);
         s.control->failed = 0;
     }
     __syncthreads();
-    const u64 block = exchange.block();
+    const WalkExchange exchange{walk, s.control->block, s.control->expiry};
 
     // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
     if (warp == kCertifyWarps - 1) {
-        const bool open = exchange.open(lane, cta, cta == 0 ? batch : 0, [&](int row, HeaderTensor tensor) -> uint64_t {
+        const bool open = exchange.open(lane, cta, false, batch, [&](int row, HeaderTensor tensor) -> uint64_t {
             switch (tensor) {
                 case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(walk, row));
                 case HeaderTensor::temperatures: return walk.temperatures ? __float_as_uint(walk.temperatures[row * walk.temperatures_stride]) : 0;
@@ -119,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const int pairs = batch * walk.gamma;
     for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
         const int pair = item / p.units, step = pair / batch, row = pair % batch;
-        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
+        choose(p, exchange.block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
     }
     __syncthreads();
 

@@ -1,8 +1,8 @@
 // What a CTA keeps in shared memory, and its share of the vocabulary.
 //
 // A CTA has two kinds of warps. kMultiplyWarps hold W2 and multiply; kServiceWarps do all else: they bring u and base logits,
-// draw noise, agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
-// ahead of or behind the dot products, which so never wait for the exchange.
+// agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
+// ahead of or behind the dot products, which so never wait for the exchange. Noise is drawn by the multiply warps.
 //
 // Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_REG_TILES (tiles of W2 that a warp
 // keeps in registers), TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
@@ -27,9 +27,18 @@ constexpr int kRegTiles = TPW_REG_TILES;
 constexpr int kColumnGroups = TPW_COLUMN_GROUPS;
 constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
 constexpr int kWarpRequests = kRequests / kServiceWarps;   // request q of a pass is looked after by service warp q % kServiceWarps
+constexpr int kRoundTiles = 2 * kMultiplyWarps;            // a pair for each multiply warp
 constexpr int kRounding = TPW_ROUNDING;
 constexpr bool kSampled = TPW_SAMPLED;
 constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
+// One group of columns: noise is drawn ahead, into shared memory, while the warps would wait for the exchange. Several: the
+// next pass is there already, and noise is drawn where it is added.
+constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
+// Which kernels have code for a single request's posts (exchange.cuh).
+constexpr bool kPosts = kRequests == 4 && TPW_WORLD_SIZE <= TPW_POST_WORLD_SIZE;
+// What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
+// near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
+constexpr bool kCandidates = kSampled && kRounding != kNone;
 
 #if TPW_BASE_FP32
 using BaseLogit = float;
@@ -66,7 +75,7 @@ struct Best {
 #if TPW_SAMPLED
         second = max(second, min(value, candidate));
 #endif
-        // Tiles in registers and in shared memory take turns, so rows don't come in order.
+        // Pairs of tiles and single ones take turns, so rows don't come in order.
         const bool wins = candidate > value || (candidate == value && static_cast<uint32_t>(candidate_row) < row);
         value = wins ? candidate : value;
         row = wins ? candidate_row : row;
@@ -96,9 +105,13 @@ constexpr int kBestEntries = kMultiplyWarps;  // of a request: one a warp
 struct Best {
     int32_t packed = kNothing;
 
-    __device__ __forceinline__ void add(float score, int candidate_row, bool exists) {
-        const int32_t candidate = (ordered(score) & 0xffff0000) | (0xffff - candidate_row);
-        packed = exists ? max(packed, candidate) : packed;
+    // Two bf16 values of rows `row` and `row` + 1, which is even.
+    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, int rows) {
+        const uint32_t order = ordered_pair(values);
+        const uint32_t places = 0xfffeffffu - candidate_row * 0x10001u;  // 0xffff - row of each
+        const int32_t low = __byte_perm(order, places, 0x1054), high = __byte_perm(order, places, 0x3276);
+        packed = candidate_row < rows ? max(packed, low) : packed;
+        packed = candidate_row + 1 < rows ? max(packed, high) : packed;
     }
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
     __device__ __forceinline__ int32_t value() const {
@@ -125,39 +138,41 @@ struct __align__(16) RowState {
 struct __align__(16) Control {
     uint64_t weights_arrived;  // mbarriers: bulk copies
     uint64_t base_arrived[2];
-    uint64_t u_ready[2];       // service warps -> multiply warps: u, and if sampled noise, of a pass
+    uint64_t u_ready[2];       // service warps -> multiply warps: u of a pass
     uint64_t best_ready[2];    // multiply warps -> service warps: a pass is multiplied
     uint64_t block;            // this launch's; here instead of in registers that the dot products need
     uint64_t expiry;
+    uint64_t collected[kServiceWarps];  // posts: each service warp's best
     int32_t failed;
     float u_scale[2][kRequests];
 };
 static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
 
-// Rows that buffers a row have room for: the tiles that a CTA owns, or as many as its warps' registers would hold, so that
-// nothing has to be left out when they hold fewer.
-__device__ __forceinline__ int staged_rows(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kMultiplyWarps) * kTileRows; }
+// Tiles that buffers have room for: those that a CTA owns, or as many as its warps' registers would hold, so that nothing has
+// to be left out when they hold fewer.
+__device__ __forceinline__ int staged_tiles(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kMultiplyWarps); }
+__device__ __forceinline__ int staged_rows(const WalkParams& p) { return staged_tiles(p) * kTileRows; }
+__device__ __forceinline__ int staged_rounds(const WalkParams& p) { return (staged_tiles(p) + kRoundTiles - 1) / kRoundTiles; }
 
 // Shared memory in this order; the host half is placement.place. Where there are two of a thing, passes take turns.
 struct Smem {
     unsigned char* weights;  // [smem tile]
     unsigned char* u;        // [2][column group]
     unsigned char* base;     // [2][request] staged base logits, base_stage_bytes each
-    uint2* noise;            // [2][request][rows / 4], approximate, four fp16
+    float4* noise;           // [round][lane request][multiply thread], approximate; of the next pass alone
     Best* best;              // [2][request][kBestStride]
     float* row_scales;       // [rows]
     Control* control;
     RowState* rows;          // [batch]
 
     __device__ __forceinline__ Smem(unsigned char* start, const WalkParams& p) {
-        const int cta_rows = staged_rows(p);
         weights = start;
         u = weights + p.smem_tiles * kTileBytes;
         base = u + 2 * kColumnGroups * kUBytes;
-        noise = reinterpret_cast<uint2*>(base + 2 * kRequests * p.base_stage_bytes);
-        best = reinterpret_cast<Best*>(noise + (kSampled ? 2 * kRequests * cta_rows / 4 : 0));
+        noise = reinterpret_cast<float4*>(base + 2 * kRequests * p.base_stage_bytes);
+        best = reinterpret_cast<Best*>(noise + (kNoiseAhead ? staged_rounds(p) * Dot::kLaneRequests * kMultiplyWarps * kWarpSize : 0));
         row_scales = reinterpret_cast<float*>(best + 2 * kRequests * kBestStride);
-        control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? cta_rows : 0));
+        control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? staged_rows(p) : 0));
         rows = reinterpret_cast<RowState*>(reinterpret_cast<unsigned char*>(control) + TPW_CONTROL_BYTES);
     }
 
@@ -169,9 +184,30 @@ struct Cta {
     int lane, warp, index, count;  // warp: among its kind
     int first_row, rows;  // of this rank's shard
     int batch;            // rows of the batch that are valid
-
-    __device__ __forceinline__ bool aggregates(int row) const { return row % count == index; }
 };
+
+// A warp's tiles 2j and 2j + 1 are its pair of round j: 32 rows in a row of the CTA, of which a lane has four in turn, the two
+// of tile 2j first. So what a lane needs of them lies together: 8 bytes of base logits, one draw of noise. A tile that is left
+// without a partner is 16 rows, two a lane. The host half is placement.row_order.
+struct Round {
+    int start;   // first row
+    bool paired;
+
+    __device__ __forceinline__ Round(const WalkParams& p, const Cta& cta, int round) {
+        const int pairs = min(max(p.tiles_per_cta - round * kRoundTiles - kMultiplyWarps, 0), kMultiplyWarps);
+        start = round * kRoundTiles * kTileRows + (cta.warp + min(cta.warp, pairs)) * kTileRows;
+        paired = cta.warp < pairs;
+    }
+
+    // The first of the lane's rows.
+    __device__ __forceinline__ int lane_row(int lane) const { return start + (lane >> 2) * (paired ? 4 : 2); }
+};
+
+// The first of the two rows that the lane has of its warp's tile `slot`.
+__device__ __forceinline__ int tile_row(const WalkParams& p, const Cta& cta, int slot) {
+    const Round round(p, cta, slot / 2);
+    return round.lane_row(cta.lane) + slot % 2 * 2;
+}
 
 // One step of one group of requests.
 struct Pass {
@@ -184,11 +220,14 @@ struct Pass {
 // The passes of a block, in order: all groups of a step, then the next step.
 struct Passes {
     int groups, count, batch, first_step;
+    uint32_t per_group;  // 2^32 / groups, rounded up: a product's upper half is the quotient while index * groups < 2^32
 
     __device__ __forceinline__ Passes(int batch, int gamma, int first_step)
-        : groups((batch + kRequests - 1) / kRequests), count(groups * max(gamma - first_step, 0)), batch(batch), first_step(first_step) {}
+        : groups((batch + kRequests - 1) / kRequests), count(groups * max(gamma - first_step, 0)), batch(batch), first_step(first_step),
+          per_group(0xffffffffu / max(groups, 1) + 1) {}
+
     __device__ __forceinline__ Pass at(int index) const {
-        const int step = groups == 1 ? index : index / groups, first_row = (index - step * groups) * kRequests;
+        const int step = groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
         return {index, first_step + step, first_row, min(kRequests, batch - first_row)};
     }
 };
@@ -280,25 +319,23 @@ __device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int ste
     return {row.key0, row.key1, row.slot, static_cast<uint32_t>(step), row.offset};
 }
 
-// Noise doesn't depend on the token, so it is drawn ahead: with one group of requests by the multiply warps, while they would
-// wait for the exchange; with several by the service warps, while those multiply. Approximate, as fp16:
-// what it leaves undecided is scored exactly (multiply.cuh). Warps draw for requests of their own, or share one.
-__device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int warps) {
-    const int quads = staged_rows(p) / 4;
-    const uint32_t first_quad = (p.shard_start + cta.first_row) / 4;
-    const int sharers = max(warps / pass.requests, 1);
-    for (int request = cta.warp / sharers; request < pass.requests; request += warps / sharers) {
-        const RowState& row = s.rows[pass.first_row + request];
-        if (row.temperature == 0.0f) continue;
-        const NoiseStream stream = noise_stream(row, pass.step);
-        uint2* noise = s.noise + (pass.buffer() * kRequests + request) * quads;
-        const int stride = sharers * kWarpSize;
-        // Two draws side by side, as the rounds of one depend on each other.
-        for (int quad = cta.warp % sharers * kWarpSize + cta.lane; quad < quads; quad += 2 * stride) {
-            const int other = min(quad + stride, quads - 1);
-            const uint2 one = stream.approximate(first_quad + quad), two = stream.approximate(first_quad + other);
-            noise[quad] = one;
-            noise[other] = two;
+// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A lane draws what it
+// will itself add, so that no other warp has to be waited for.
+__device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int round, int which) {
+    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + cta.lane;
+}
+
+__device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+#pragma unroll
+    for (int which = 0; which < Dot::kLaneRequests; ++which) {
+        const int request = Dot::lane_request(cta.lane, which);
+        if (request >= pass.requests || s.rows[pass.first_row + request].temperature == 0.0f) continue;
+        const NoiseStream stream = noise_stream(s.rows[pass.first_row + request], pass.step);
+        for (int round = 0; round * kRoundTiles + cta.warp < p.tiles_per_cta; ++round) {
+            const int row = Round(p, cta, round).lane_row(cta.lane);
+            float4 noise = stream.approximate((p.shard_start + cta.first_row + row) / 4);
+            if (row & 2) noise.x = noise.z, noise.y = noise.w;  // of a tile without a partner
+            *lane_noise(s, cta, round, which) = noise;
         }
     }
 }

@@ -44,7 +44,7 @@ struct Dot {
     __device__ static __forceinline__ int lane_request(int lane, int) { return lane & 3; }
 
     // Two fp32 products in this order are the definition of an int8 bias.
-    __device__ static __forceinline__ float bias(const Accumulator (&acc)[4], int half, int, float u_scale, float row_scale) {
+    __device__ static __forceinline__ float bias(const Accumulator* acc, int half, int, float u_scale, float row_scale) {
         const int32_t sum = 256 * acc[2 * half] + acc[2 * half + 1];
         return __fmul_rn(__fmul_rn(__int2float_rn(sum), u_scale), row_scale);
     }
@@ -69,7 +69,7 @@ struct Dot {
 
     __device__ static __forceinline__ int lane_request(int lane, int which) { return kLaneRequests * (lane & 3) + which; }
 
-    __device__ static __forceinline__ float bias(const Accumulator (&acc)[4], int half, int which, float, float) {
+    __device__ static __forceinline__ float bias(const Accumulator* acc, int half, int which, float, float) {
         return acc[2 * half + which];
     }
 };

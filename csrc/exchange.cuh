@@ -1,10 +1,12 @@
-// How the CTAs of all ranks agree on a token: each stores its best key into a slot of the row's aggregator CTA, which reduces
-// the slots of its GPU and stores the result into the mailbox of every rank, where every CTA polls one word a rank.
+// How the CTAs of all ranks agree on a token, in one of two ways:
+//   posts        one request on one or two GPUs: each CTA posts its best key to every rank, and every CTA polls the posts of all
+//                CTAs. One hop. They are posted in several copies, each polled by some of the CTAs, because CTAs that are early
+//                would otherwise hold up the lines that late ones still write.
+//   aggregators  each CTA stores its best key into a slot of the row's aggregator CTA, which reduces the slots of its GPU and
+//                stores the result into the mailbox of every rank, where every CTA polls one word a rank. Two hops, few words.
 //
-// Two hops of tagged 128-bit words: no atomics, no fences, nothing to reset; mailbox.cuh says why that is sound. The other
-// designs that were measured, and how they compare: experiments/rendezvous.py. One of them, every CTA polling the slots of all
-// CTAs of both ranks, is a fifth faster there for one row, yet made the walk slower (experiments/kernel_history.md, versions 7 to
-// 10): CTAs that are early then poll the lines that late ones still write.
+// All words are tagged 128-bit words: no atomics, no fences, nothing to reset; mailbox.cuh says why that is sound. The other
+// designs that were measured, and how they compare: experiments/rendezvous.py and experiments/kernel_history.md.
 //
 // All calls but those that say so are made by whole warps. Those that return bool return false when the walk has failed: drain.
 #pragma once
@@ -26,13 +28,10 @@ enum class HeaderTensor : int { anchors, temperatures, key, offset, rows, count 
 
 struct WalkExchange {
     const WalkParams& p;
-    // Of the launch, in shared memory: read where they are needed, instead of kept in registers that the dot products need.
-    const volatile uint64_t* block_number;
-    const volatile uint64_t* expiry;
+    u64 block, expiry;
 
     __device__ __forceinline__ char* mailbox() const { return p.mailboxes[p.rank]; }  // this rank's
-    __device__ __forceinline__ u64 block() const { return *block_number; }
-    __device__ __forceinline__ Exchange watch() const { return {p.mailboxes, p.status, static_cast<u32>(p.rank), *block_number, *expiry}; }
+    __device__ __forceinline__ Exchange watch() const { return {p.mailboxes, p.status, static_cast<u32>(p.rank), block, expiry}; }
 
     // By one thread, before anything else.
     __device__ static __forceinline__ void start(const WalkParams& p, uint64_t* block_number, uint64_t* expiry) {
@@ -44,9 +43,10 @@ struct WalkExchange {
         *expiry = now_ns() + (first ? p.startup_deadline_ns : p.steady_deadline_ns);
     }
 
-    // At the start of a block, by one warp of each CTA. `hashed(row, tensor)`: element `row` of a HeaderTensor.
+    // At the start of a block, by one warp of each CTA. `publishes`: this CTA will store words into the mailboxes of peers.
+    // `hashed(row, tensor)`: element `row` of a HeaderTensor.
     template <typename Hashed>
-    __device__ __forceinline__ bool open(int lane, int cta, int batch, const Hashed& hashed) const {
+    __device__ __forceinline__ bool open(int lane, int cta, bool publishes, int batch, const Hashed& hashed) const {
         if (__any_sync(kFullWarp, lane == 0 && poisoned(watch()))) return false;
         if (cta == 0) {
             if (__any_sync(kFullWarp, lane == 0 && is_second())) return false;
@@ -56,14 +56,14 @@ struct WalkExchange {
         if (TPW_WORLD_SIZE == 1) return true;
         if (cta == 0) send_header(lane, batch, hashed);
         // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
-        if (cta != 0 && cta >= batch) return true;
+        if (cta != 0 && !publishes) return true;
         bool agrees = true;
         if (lane < TPW_WORLD_SIZE * TPW_HEADER_WORDS) {
             const u32 source = lane / TPW_HEADER_WORDS, word = lane % TPW_HEADER_WORDS;
             const Site site{TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0};
             const Exchange own_watch = watch();
             u64 own = 0;
-            agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block(), p.rank, word), header_tag(block()), site, own) &&
+            agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block, p.rank, word), header_tag(block), site, own) &&
                      header_agrees(own_watch, source, word, own);
         }
         return __all_sync(kFullWarp, agrees);
@@ -71,16 +71,19 @@ struct WalkExchange {
 
     // This CTA's best key of a row, which came to this step through token `previous`. By one lane.
     __device__ __forceinline__ void contribute(int step, int row, u32 previous, int cta, u64 key) const {
-        const u64 tag = step_tag(block(), step, previous);
+        const u64 tag = step_tag(block, step, previous);
         store_word<Scope::gpu>(slot_word(mailbox(), row, cta), key, tag);
     }
 
-    // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks.
-    __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas, u64& best) const {
-        const u64 tag = step_tag(block(), step, previous);
+    // The row's aggregator: waits for all CTAs of this GPU, publishes their best to all ranks. `settle(first, second, words, load)`
+    // picks the best of a lane's and all other lanes' words: see Service.
+    template <typename Settle>
+    __device__ __forceinline__ bool aggregate(int lane, int step, int row, u32 previous, int ctas, u64& best, const Settle& settle) const {
+        const u64 tag = step_tag(block, step, previous);
         const char* slots = slot_word(mailbox(), row, lane);
+        u64 first, second;
         for (u32 polls = 1;; ++polls) {
-            best = 0;
+            first = second = 0;
             int missing = -1;  // a CTA whose word isn't there yet
             u64 seen = tag;
 #pragma unroll
@@ -88,25 +91,24 @@ struct WalkExchange {
                 const int cta = i * kWarpSize + lane;
                 if (cta < ctas) {
                     const Word word = load_word<Scope::gpu>(slots + i * kWarpSize * TPW_WORD_BYTES);
-                    best = max(best, word.key);
+                    take(first, second, word.key);
                     if (word.tag != tag) missing = cta, seen = word.tag;
                 }
             }
             if (__all_sync(kFullWarp, missing < 0)) break;
             if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_SLOT, u32(missing), u32(step), u32(row)}, tag, seen)) return false;
         }
-        best = warp_max_key(best);
-        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], block(), step, row, p.rank), best, tag);
+        best = settle(first, second, (ctas - lane + kWarpSize - 1) / kWarpSize, [&](int i) { return load_word<Scope::gpu>(slots + i * kWarpSize * TPW_WORD_BYTES).key; });
+        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], block, step, row, p.rank), best, tag);
         return true;
     }
 
     // The best keys of several rows over all ranks: lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the i-th row,
-    // `row` and `previous` being the lane's. Afterwards `key` is the row's best on all lanes of the row. Lanes that aren't
-    // `active` only take part.
+    // `row` and `previous` being the lane's; `key` is that word. Lanes that aren't `active` only take part.
     __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, u64& key) const {
-        const u64 tag = step_tag(block(), step, previous);
+        const u64 tag = step_tag(block, step, previous);
         const u32 source = lane % TPW_WORLD_SIZE;
-        const char* result = result_word(mailbox(), block(), step, row, source);
+        const char* result = result_word(mailbox(), block, step, row, source);
         Word word{0, tag};
         for (u32 polls = 1;; ++polls) {
             if (active) word = load_word<Scope::sys>(result);
@@ -114,8 +116,56 @@ struct WalkExchange {
             if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
         }
         key = word.key;
+        return true;
+    }
+
+    // What a CTA will poll, of both parities of a step: a word that isn't in L2 is waited for longer than a hop takes.
+    __device__ __forceinline__ void prefetch(int thread, int threads, bool posts, int batch, int cta, int ctas) const {
+        constexpr int kLineWords = 128 / TPW_WORD_BYTES;
+        const u64 now = load_control(mailbox(), TPW_BLOCK_OFFSET);
+        const int lines = posts ? (TPW_WORLD_SIZE * ctas + kLineWords - 1) / kLineWords : batch;
+        for (int line = thread; line < 2 * lines; line += threads) {
+            const int parity = line >= lines, at = line - parity * lines;
+            const char* word = posts ? post_word(mailbox(), now, parity, cta % TPW_POST_COPIES, at * kLineWords) : result_word(mailbox(), now, parity, at, 0);
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
+        }
+    }
+
+    // One hop, for row 0. This CTA's best key, on all lanes, to all ranks. By one warp.
+    __device__ __forceinline__ void post(int lane, int step, u32 previous, int cta, int ctas, u64 key) const {
+        static_assert(TPW_WORLD_SIZE > TPW_POST_WORLD_SIZE || TPW_WORLD_SIZE * TPW_POST_COPIES <= kWarpSize, "a lane a copy");
+        if (lane < TPW_WORLD_SIZE * TPW_POST_COPIES)
+            store_word<Scope::sys>(post_word(p.mailboxes[lane / TPW_POST_COPIES], block, step, lane % TPW_POST_COPIES, p.rank * ctas + cta), key,
+                                   step_tag(block, step, previous));
+    }
+
+    // The best of those posts that thread `thread` of `kThreads` has to wait for, on all lanes of its warp.
+    template <int kThreads, typename Settle>
+    __device__ __forceinline__ bool collect(int thread, int step, u32 previous, int cta, int ctas, u64& best, const Settle& settle) const {
+        constexpr int kWords = (TPW_WORLD_SIZE * TPW_MAX_GRID + kThreads - 1) / kThreads;
+        const u64 tag = step_tag(block, step, previous);
+        const char* posts = post_word(mailbox(), block, step, cta % TPW_POST_COPIES, thread);
+        const int words = max((TPW_WORLD_SIZE * ctas - thread + kThreads - 1) / kThreads, 0);
+        u64 first, second;
+        for (u32 polls = 1;; ++polls) {
+            first = second = 0;
+            int missing = -1;
+            u64 seen = tag;
+            Word all[kWords];
 #pragma unroll
-        for (int distance = 1; distance < TPW_WORLD_SIZE; distance *= 2) key = max(key, __shfl_xor_sync(kFullWarp, key, distance));
+            for (int i = 0; i < kWords; ++i) {
+                all[i] = {0, tag};
+                load_word_if(i < words, posts + i * (kThreads * TPW_WORD_BYTES), all[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) {
+                take(first, second, all[i].key);
+                if (all[i].tag != tag) missing = i * kThreads + thread, seen = all[i].tag;
+            }
+            if (__all_sync(kFullWarp, missing < 0)) break;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_RESULT, u32(missing / ctas), u32(step), 0}, tag, seen)) return false;
+        }
+        best = settle(first, second, words, [&](int i) { return load_word<Scope::sys>(posts + i * (kThreads * TPW_WORD_BYTES)).key; });
         return true;
     }
 
@@ -124,10 +174,15 @@ struct WalkExchange {
     __device__ __forceinline__ void close(u64 last_tokens) const {
         atomicExch(reinterpret_cast<u32*>(mailbox() + TPW_IN_FLIGHT_OFFSET), 0u);
         store_control(mailbox(), TPW_LAST_TOKENS_OFFSET, last_tokens);
-        store_control(mailbox(), TPW_BLOCK_OFFSET, block() + 1);
+        store_control(mailbox(), TPW_BLOCK_OFFSET, block + 1);
     }
 
   private:
+    __device__ static __forceinline__ void take(u64& first, u64& second, u64 key) {
+        second = max(second, min(first, key));
+        first = max(first, key);
+    }
+
     __device__ __forceinline__ bool is_second() const {
         if (!is_second_in_flight(watch())) return false;
         fail(watch(), TPW_CODE_OVERLAP, {TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0}, 0, 0, 0);
@@ -160,7 +215,7 @@ struct WalkExchange {
         if (lane < TPW_WORLD_SIZE)
 #pragma unroll
             for (int word = 0; word < TPW_HEADER_WORDS; ++word)
-                store_word<Scope::sys>(header_word(p.mailboxes[lane], block(), p.rank, word), words[word], header_tag(block()));
+                store_word<Scope::sys>(header_word(p.mailboxes[lane], block, p.rank, word), words[word], header_tag(block));
     }
 };
 

@@ -9,6 +9,7 @@
 // strong when both are strong (.relaxed is), overlap completely (same word) and have each other's thread in scope. Hence
 //   slot    st.gpu by a CTA              -> ld.gpu by its row's aggregator, same GPU
 //   result  st.sys by an aggregator      -> ld.sys by every CTA of the destination, another GPU
+//   post    st.sys by a CTA              -> ld.sys by every CTA of the destination
 //   header  st.sys by CTA 0              -> ld.sys by CTA 0 and the aggregators of the destination
 //   poison  st.sys by the failing thread -> ld.sys by whoever polls
 // Coherence orders the stores to a word; a reader that sees the tag it waits for has the key of that very store. The key
@@ -18,14 +19,17 @@
 //                                   exist only once the row's aggregator had read every slot of k
 //   result k -> k+2                 same place, two steps on. A rank publishes k+2 after results k+1 of all ranks; those
 //                                   need a slot k+1 of each CTA, which that CTA stores after it has read the results of k
-//   result, header, block n -> n+2  a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
+//   post k -> k+2                   same place, two steps on. A CTA posts k+2 after it has read the posts k+1 of all CTAs of
+//                                   all ranks, each of which was stored after its CTA had read all posts of k
+//   result, header, post, block n -> n+2
+//                                   a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
 //                                   even when no row is valid), and a peer stores that after its launch n is complete.
-//                                   Results are protected twice: by this, and by their aggregators' wait for headers
+//                                   Results and posts are protected twice: by this, and by their writers' wait for headers
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
-//   - the warp of a CTA that reads a row's results of step k is the one that stores the row's slot of k+1;
-//   - an aggregator stores nothing of a block before it has seen and compared every peer's header of that block;
+//   - the warp of a CTA that reads a row's results or posts of step k is the one that stores the row's slot or post of k+1;
+//   - who publishes to peers (an aggregator, or every CTA that posts) stores nothing of a block before it has seen and compared every peer's header of that block;
 //   - launches of one rank don't overlap: no word is touched before the launch before is complete (stream order, or
 //     griddepcontrol.wait under programmatic dependent launch);
 //   - a GPU names a location by one address: its own mailbox by its own pointer, never through an IPC mapping.
@@ -77,6 +81,14 @@ __device__ __forceinline__ Word load_word(const char* address) {
     return word;
 }
 
+// Into `word` if `wanted`: several of them side by side without a branch.
+__device__ __forceinline__ void load_word_if(bool wanted, const char* address, Word& word) {
+    const u64 at = __cvta_generic_to_global(address);
+    asm volatile("{ .reg .b128 word; .reg .pred wanted; setp.ne.u32 wanted, %3, 0; mov.b128 word, {%0, %1};\n"
+                 "  @wanted ld.relaxed.sys.global.b128 word, [%2];\n  mov.b128 {%0, %1}, word; }"
+                 : "+l"(word.key), "+l"(word.tag) : "l"(at), "r"(u32(wanted)) : "memory");
+}
+
 // ---- tags ------------------------------------------------------------------------------------------------------------
 
 __device__ constexpr u32 chain(u32 previous) {
@@ -121,6 +133,12 @@ __device__ constexpr u32 slot_offset(u32 row, u32 cta) {
     return TPW_SLOTS_OFFSET + row * TPW_SLOTS_ROW_STRIDE + cta * TPW_WORD_BYTES;
 }
 
+// `word`: source rank * CTAs of a rank + CTA.
+__device__ constexpr u32 post_offset(u64 block, u32 step, u32 copy, u32 word) {
+    return TPW_POSTS_OFFSET + u32(block & 1) * TPW_POSTS_BLOCK_STRIDE + (step & 1) * TPW_POSTS_STEP_STRIDE + copy * TPW_POSTS_COPY_STRIDE +
+           word * TPW_WORD_BYTES;
+}
+
 __device__ __forceinline__ char* poison_word(char* mailbox, u32 source) { return mailbox + poison_offset(source); }
 
 __device__ __forceinline__ char* header_word(char* mailbox, u64 block, u32 source, u32 word) {
@@ -132,6 +150,10 @@ __device__ __forceinline__ char* result_word(char* mailbox, u64 block, u32 step,
 }
 
 __device__ __forceinline__ char* slot_word(char* mailbox, u32 row, u32 cta) { return mailbox + slot_offset(row, cta); }
+
+__device__ __forceinline__ char* post_word(char* mailbox, u64 block, u32 step, u32 copy, u32 word) {
+    return mailbox + post_offset(block, step, copy, word);
+}
 
 // ---- header fields ---------------------------------------------------------------------------------------------------
 

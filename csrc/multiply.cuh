@@ -1,85 +1,189 @@
 // The dot products of a pass, and what a CTA keeps of them: each request's best rows.
 #pragma once
 
-#include "cta.cuh"
+#include "candidate.cuh"
 
 namespace tpw {
 
-// Of the CTA: the lower (half 0) or upper (half 1) row of a tile that a lane holds accumulators of.
-__device__ __forceinline__ int lane_row(const Cta& cta, int tile, int half) { return tile * kTileRows + (cta.lane >> 2) + 8 * half; }
+// ---- from dot products to the best row -------------------------------------------------------------------------------
 
-// Where this lane finds the base logits of its accumulators' requests, and how it scores them.
+// kRows (2 or 4) base logits or logits of one request in a row, as they lie in shared memory.
+template <int kRows>
+struct BaseRows {
+#if TPW_BASE_FP32
+    float value[kRows];
+
+    __device__ __forceinline__ void load(const BaseLogit* at, bool) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) value[i] = at[i];
+    }
+    __device__ __forceinline__ void store(BaseLogit* at, bool) const {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) at[i] = value[i];
+    }
+#else
+    uint32_t word[kRows / 2];
+
+    // `together`: base logits of all rows and steps begin on 8 bytes, as they do in any engine.
+    __device__ __forceinline__ void load(const BaseLogit* at, bool together) {
+        if (together) {
+            if constexpr (kRows == 4) {
+                const uint2 both = *reinterpret_cast<const uint2*>(at);
+                word[0] = both.x, word[1] = both.y;
+            } else {
+                word[0] = *reinterpret_cast<const uint32_t*>(at);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kRows / 2; ++i) word[i] = at[2 * i] | static_cast<uint32_t>(at[2 * i + 1]) << 16;
+        }
+    }
+    __device__ __forceinline__ void store(BaseLogit* at, bool together) const {
+        if (together) {
+            if constexpr (kRows == 4)
+                *reinterpret_cast<uint2*>(at) = make_uint2(word[0], word[1]);
+            else
+                *reinterpret_cast<uint32_t*>(at) = word[0];
+        } else {
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) at[i] = static_cast<bf16>(word[i / 2] >> (i % 2 * 16));
+        }
+    }
+#endif
+
+    __device__ __forceinline__ float get(int i) const {
+#if TPW_BASE_FP32
+        return value[i];
+#else
+        return i % 2 ? __uint_as_float(word[i / 2] & 0xffff0000u) : __uint_as_float(word[i / 2] << 16);
+#endif
+    }
+};
+
+// What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each.
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
+    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // negative: greedy
+    bool draws = false;  // the warp has a request that isn't
 
     __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which)
-                base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
-    }
-
-    // The rows of the tiles of multiply_tiles. Values are rounded in pairs: two requests of a row, or where a lane has but
-    // one, its two rows. All base logits are loaded first, and nothing branches: the tiles' chains of latencies overlap.
-    template <int kFirst, int kReg, int kShared>
-    __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int shared_slot,
-                                              const Dot::Accumulator (&acc)[kReg + kShared][kColumnGroups][4]) {
-        constexpr int kTiles = kReg + kShared;
-        const auto row_of = [&](int i, int half) {
-            const int slot = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
-            return lane_row(cta, slot * kMultiplyWarps + cta.warp, half);
-        };
-#pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group) {
-            float inverse_temperature[Dot::kLaneRequests], u_scale[Dot::kLaneRequests];
-            const uint16_t* noise[Dot::kLaneRequests];
-#pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
                 const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                u_scale[which] = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
-                if constexpr (kSampled) {
-                    inverse_temperature[which] = request < pass.requests ? s.rows[pass.first_row + request].inverse_temperature : -1.0f;
-                    noise[which] = reinterpret_cast<const uint16_t*>(s.noise) + (pass.buffer() * kRequests + request) * staged_rows(p);
-                }
+                base[group][which] = staged_base(p, s, cta, pass, request);
+                inverse_temperature[group][which] = -1.0f;
+                if (kSampled && request < pass.requests) inverse_temperature[group][which] = s.rows[pass.first_row + request].inverse_temperature;
+                draws |= inverse_temperature[group][which] >= 0.0f;
             }
-            float base_value[kTiles][2][Dot::kLaneRequests];
+        draws = kSampled && __any_sync(kFullWarp, draws);
+    }
+
+    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
+    template <int kTiles>
+    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
+                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
+        constexpr int kRows = 2 * kTiles;
+        float noise[Dot::kLaneRequests][kRows] = {};
+        if (kSampled && draws)
 #pragma unroll
-            for (int i = 0; i < kTiles; ++i)
+            for (int which = 0; which < Dot::kLaneRequests; ++which) noise_of<kTiles>(p, s, cta, pass, group, which, row, slot, noise[which]);
+        float scale[kRows];
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
 #pragma unroll
-                    for (int which = 0; which < Dot::kLaneRequests; ++which)
-                        base_value[i][half][which] = base_to_float(base[group][which][row_of(i, half)]);
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
+            const float u_scale = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
+            float values[kRows];
+            BaseRows<kRows> logits;
 #pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
+            for (int i = 0; i < kRows; i += 2) {
+                float bias[2], bases[2] = {base_rows[which].get(i), base_rows[which].get(i + 1)};
 #pragma unroll
-                for (int pair = 0; pair < Dot::kLaneRequests; ++pair) {
-                    float values[2], bases[2];
+                for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale, scale[i + half]);
+                [[maybe_unused]] const uint32_t packed = add_base<kRounding>(bases, bias);
+#if TPW_ROUNDING != 2 && !TPW_BASE_FP32
+                logits.word[i / 2] = packed;
+#endif
+#if TPW_ROUNDING != 2 && !TPW_SAMPLED
+                best[group][which].add_pair(packed, row + i, cta.rows);
+#endif
+                values[i] = bias[0], values[i + 1] = bias[1];
+            }
+            if constexpr (kKeepsLogits) {
+#if TPW_ROUNDING == 2
 #pragma unroll
-                    for (int v = 0; v < 2; ++v) {
-                        const int half = Dot::kLaneRequests == 2 ? pair : v, which = Dot::kLaneRequests == 2 ? v : 0;
-                        const int row = row_of(i, half);
-                        values[v] = Dot::bias(acc[i][group], half, which, u_scale[which], TPW_INT8 ? s.row_scales[row] : 1.0f);
-                        bases[v] = base_value[i][half][which];
-                    }
-                    add_base<kRounding>(bases, values);
+                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[i];
+#else
+                logits.store(base[group][which] + row, p.base_aligned);
+#endif
+            }
+#if TPW_SAMPLED || TPW_ROUNDING == 2
 #pragma unroll
-                    for (int v = 0; v < 2; ++v) {
-                        const int half = Dot::kLaneRequests == 2 ? pair : v, which = Dot::kLaneRequests == 2 ? v : 0;
-                        const int row = row_of(i, half);
-                        if constexpr (kKeepsLogits) *reinterpret_cast<Logit*>(base[group][which] + row) = to_logit(values[v]);
-                        float score = values[v];
-                        if constexpr (kSampled)
-                            score = inverse_temperature[which] >= 0.0f ? __fmaf_rn(score, inverse_temperature[which], half_to_float(noise[which][row])) : score;
-                        best[group][which].add(score, row, row < cta.rows);
-                    }
-                }
+            for (int i = 0; i < kRows; ++i) {
+                float score = values[i];
+                if constexpr (kSampled) score = inverse_temperature[group][which] >= 0.0f ? __fmaf_rn(score, inverse_temperature[group][which], noise[which][i]) : score;
+                best[group][which].add(score, row + i, row + i < cta.rows);
+            }
+#endif
+        }
+    }
+
+    template <int kTiles>
+    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int which, int row, int slot,
+                                             float (&noise)[2 * kTiles]) const {
+        float4 drawn;
+        bool upper;  // of a tile alone: its rows have the latter two of the four
+        if constexpr (kNoiseAhead) {
+            drawn = *lane_noise(s, cta, slot / 2, which);
+            upper = slot & 1;
+        } else {
+            drawn = noise_stream(s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(cta.lane, which), pass.requests - 1)], pass.step).approximate((p.shard_start + cta.first_row + row) / 4);
+            upper = row & 2;
+        }
+        if constexpr (kTiles == 2) {
+            noise[0] = drawn.x, noise[1] = drawn.y, noise[2] = drawn.z, noise[3] = drawn.w;
+        } else {
+            noise[0] = upper ? drawn.z : drawn.x, noise[1] = upper ? drawn.w : drawn.y;
+        }
+    }
+
+    // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
+    template <int kTiles>
+    __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
+                                              const Dot::Accumulator (&acc)[kTiles][kColumnGroups][4]) {
+        constexpr int kPairs = kTiles / 2;
+        int rows[kPairs + 1];
+#pragma unroll
+        for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(p, cta, slots[2 * i]);
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group) {
+            // All base logits are loaded first, and nothing branches: the tiles' chains of latencies overlap.
+            BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
+            BaseRows<2> alone[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+#pragma unroll
+                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[group][which] + rows[i], p.base_aligned);
+                if constexpr (kTiles % 2) alone[which].load(base[group][which] + rows[kPairs], p.base_aligned);
+            }
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                const Dot::Accumulator* const both[2] = {acc[2 * i][group], acc[2 * i + 1][group]};
+                add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, both, pairs[i]);
+            }
+            if constexpr (kTiles % 2) {
+                const Dot::Accumulator* const one[1] = {acc[kTiles - 1][group]};
+                add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, one, alone);
             }
         }
     }
 };
+
+// ---- dot products ----------------------------------------------------------------------------------------------------
 
 // kReg register tiles from kFirst on and kShared tiles of shared memory from the warp's `shared_slot`th on, side by side: their
 // independent accumulators hide the latency of a row's dependent MMAs.
@@ -119,17 +223,22 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
     // A branch ends the dot products before what follows them.
     if (cta.rows > 0) {
         asm volatile("" ::: "memory");  // the loads of base logits stay on this side of the branch
-        mine.add_tiles<kFirst, kReg, kShared>(p, s, cta, pass, shared_slot, acc);
+        int slots[kTiles];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) slots[i] = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
+        mine.add_tiles<kTiles>(p, s, cta, pass, slots, acc);
     }
 }
 
-// Register tiles, with up to kBeside of the warp's tiles in shared memory at their side, from the `slot`th on.
+// Register tiles, with up to kBeside of the warp's tiles in shared memory at their side, from the `slot`th on. A chunk ends at an
+// even slot unless it is the last.
 template <int kFirst, int kReg, int kBeside>
 __device__ __forceinline__ void multiply_register_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
                                                         const Fragment (&weights)[kRegTiles][kSteps], const unsigned char* const (&b)[kColumnGroups],
                                                         int shared_slots, int& slot, LaneRequests& mine) {
     if constexpr (kBeside > 0) {
-        if (shared_slots - slot < kBeside)
+        const int left = shared_slots - slot;
+        if (left < kBeside || (left > kBeside && (kReg + kBeside) % 2))
             return multiply_register_tiles<kFirst, kReg, kBeside - 1>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
     }
     multiply_tiles<kFirst, kReg, kBeside>(p, s, cta, pass, weights, slot, b, mine);
@@ -154,7 +263,8 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
             for (int group = 0; group < kColumnGroups; ++group)
                 Dot::mma(acc[0][group], a[i], *reinterpret_cast<const uint2*>(b[group] + 32 * (first + i)));
     }
-    mine.add_tiles<0, 0, 1>(p, s, cta, pass, shared_slot, acc);
+    const int slots[1] = {kRegTiles + shared_slot};
+    mine.add_tiles<1>(p, s, cta, pass, slots, acc);
 }
 
 // All tiles of this warp; leaves its lanes' best rows in shared memory.
@@ -166,16 +276,25 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         b[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane, (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
 
     const int shared_slots = (p.smem_tiles - cta.warp + kMultiplyWarps - 1) / kMultiplyWarps;
-    // Only one group of columns leaves the registers for tiles of both kinds at once. Having one of an SM quarter's two warps
-    // begin with the register tiles and the other with the shared ones cost 0.5 µs a step: too few MMAs side by side.
-    constexpr int kBeside = kColumnGroups == 1 ? 3 : 0;
-    constexpr int kHalf = kRegTiles > 2 ? (kRegTiles + 1) / 2 : kRegTiles;
-    int slot = 0;
-    multiply_register_tiles<0, kHalf, kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
-    if constexpr (kHalf < kRegTiles) multiply_register_tiles<kHalf, kRegTiles - kHalf, kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
+    // Every chunk of tiles reads all of u, so few and large ones are best. One group of columns leaves the registers for tiles of
+    // both kinds at once, two for one more. Having one of an SM quarter's two warps begin with the register tiles and the other
+    // with the shared ones cost 0.5 µs a step: too few MMAs side by side. An odd number of register tiles needs the partner of
+    // its last.
+    constexpr int kBeside = kColumnGroups == 1 ? 3 : kRegTiles % 2;
+    constexpr int kChunk = kRegTiles < 2 ? kRegTiles : 2;
+    int slot = 0, end = shared_slots;
+    const auto last_registers = [&]() {
+        constexpr int kFirst = kChunk < kRegTiles ? kChunk : 0;
+        if (kColumnGroups > 1 && kRegTiles % 2 == 0 && shared_slots % 2)
+            multiply_tiles<kFirst, kRegTiles - kFirst, 1>(p, s, cta, pass, weights, --end, b, mine);
+        else
+            multiply_register_tiles<kFirst, kRegTiles - kFirst, kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
+    };
+    if constexpr (kChunk < kRegTiles) multiply_register_tiles<0, kChunk, kRegTiles % 2 ? 0 : kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
+    last_registers();
 #pragma unroll 1
-    for (; slot + 1 < shared_slots; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
-    if (slot < shared_slots) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
+    for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
+    if (slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
     // Tiles beyond those in shared memory go on in the same order; which warp streams one follows from its number alone.
     for (int tile = kRegTiles * kMultiplyWarps + p.smem_tiles; tile < p.tiles_per_cta; ++tile)
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
@@ -196,75 +315,93 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
 }
 
 // ---- the best of the CTA ---------------------------------------------------------------------------------------------
+// Each by one warp, of all its requests at once: kLanes lanes a request, on all of which the request's best key comes out.
 
-__device__ __forceinline__ uint64_t row_key(const WalkParams& p, const Cta& cta, int32_t value, uint32_t row) {
-    return make_key(value, p.shard_start + cta.first_row + row);
-}
+__device__ __forceinline__ uint32_t row_id(const WalkParams& p, const Cta& cta, uint32_t row) { return p.shard_start + cta.first_row + row; }
 
 #if TPW_SAMPLED
 
-// value / T + noise as it is defined, of one id.
-__device__ __forceinline__ uint64_t exact_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, uint32_t row) {
-    const RowState& state = s.rows[pass.first_row + request];
+__device__ __forceinline__ uint64_t exact_row_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, uint32_t row) {
     const Logit logit = *reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request) + row);
-    const float noise = noise_stream(state, pass.step).exact(p.shard_start + cta.first_row + row);
-    return row_key(p, cta, ordered(__fadd_rn(__fdiv_rn(TPW_ROUNDING == 2 ? logit : bf16_to_float(logit), state.temperature), noise)), row);
+    return exact_key(s.rows[pass.first_row + request], pass.step, row_id(p, cta, row), TPW_ROUNDING == 2 ? logit : bf16_to_float(logit));
 }
 
-// By one warp, of several requests at once: kBestEntries lanes a request, each with one multiply warp's best. Scores so far are
-// approximate; whose may be the largest is scored exactly. As a rule that is one id of the CTA, or two. Returns a request's
-// best key on all of its lanes.
-__device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
-    static_assert((kBestEntries & (kBestEntries - 1)) == 0 && kWarpRequests * kBestEntries <= kWarpSize, "a lane an entry");
-    Best mine;
-    if (active) mine = s.best[(pass.buffer() * kRequests + request) * kBestStride + cta.lane % kBestEntries];
-    int32_t best = mine.value;
-#pragma unroll
-    for (int distance = 1; distance < kBestEntries; distance *= 2) best = max(best, __shfl_xor_sync(kFullWarp, best, distance));
-    const float largest = from_ordered(best);
-    const float threshold = largest - 2.0f * score_error(largest);  // NaN where anything may be largest
-    const auto excluded = [&](int32_t value) { return value == kNothing || from_ordered(value) < threshold; };
-    uint64_t key = 0;
-    bool crowded = false;  // another row of the same warp came near
-    if (active) {
-        if (s.rows[pass.first_row + request].temperature == 0.0f) {
-            key = row_key(p, cta, mine.value, mine.row);
-        } else if (!excluded(mine.value)) {
-            crowded = !excluded(mine.second);
-            if (!crowded) key = exact_key(p, s, cta, pass, request, mine.row);
-        }
-    }
-    // All rows of that warp are scored again, by the lanes together.
+// Scores so far are approximate: all rows whose score may be the largest are scored exactly. `mine` is one multiply warp's best.
+template <int kLanes>
+__device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, const Best& mine,
+                                                  float threshold) {
+    const auto contests = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
+    const bool crowded = contests(mine.second);  // another row of the same warp came near
+    uint64_t key = contests(mine.value) && !crowded ? exact_row_key(p, s, cta, pass, request, mine.row) : 0;
+    // All rows of that warp, by the lanes together.
     for (uint32_t left = __ballot_sync(kFullWarp, crowded); left != 0; left &= left - 1) {
         const int owner = __ffs(left) - 1;
         const int their_request = __shfl_sync(kFullWarp, request, owner);
+        Cta theirs = cta;
+        theirs.warp = owner % kLanes;
         uint64_t their_key = 0;
-        for (int tile = owner % kBestEntries + kMultiplyWarps * (cta.lane / kTileRows); tile < p.tiles_per_cta; tile += 2 * kMultiplyWarps) {
-            const int row = tile * kTileRows + cta.lane % kTileRows;
-            if (row < cta.rows) their_key = max(their_key, exact_key(p, s, cta, pass, their_request, row));
+        for (int round = 0; round * kRoundTiles + theirs.warp < p.tiles_per_cta; ++round) {
+            const Round rows(p, theirs, round);
+            const int row = rows.start + cta.lane;
+            if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
         }
         their_key = warp_max_key(their_key);
         if (cta.lane == owner) key = their_key;
     }
-#pragma unroll
-    for (int distance = 1; distance < kBestEntries; distance *= 2) key = max(key, __shfl_xor_sync(kFullWarp, key, distance));
-    return key;
+    return max_over_lanes(key, kLanes);
+}
+
+// Keys if !kCandidates, else candidates.
+__device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
+    constexpr int kLanes = kWarpSize / kWarpRequests;
+    static_assert(kBestEntries <= kLanes, "a lane an entry");
+    const int entry = cta.lane % kLanes;
+    Best mine;
+    if (active && entry < kBestEntries) mine = s.best[(pass.buffer() * kRequests + request) * kBestStride + entry];
+    const bool sampled = active && s.rows[pass.first_row + request].temperature > 0.0f;
+    const Logit* logits = reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request));
+    const auto word_of = [&](const Best& one) -> uint64_t {
+        if (one.value == kNothing) return 0;
+        const uint32_t id = row_id(p, cta, one.row);
+        return kCandidates ? make_candidate(one.value, id, static_cast<bf16>(logits[one.row])) : make_key(one.value, id);
+    };
+    const uint64_t word = word_of(mine);
+    uint64_t best = max_over_lanes(word, kLanes);
+    const float threshold = contest_threshold(kCandidates ? candidate_score(best) : key_score(best));
+    const auto near = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
+    const bool contested = sampled && (near(mine.second) || (word != best && near(mine.value)));
+    if (!kCandidates || __any_sync(kFullWarp, contested)) {
+        if (!sampled) mine = Best();
+        const uint64_t exact = exact_cta_key<kLanes>(p, s, cta, pass, request, mine, threshold);
+        Best winner;
+        winner.value = key_value(exact);
+        winner.row = key_id(exact) - row_id(p, cta, 0);
+        if (sampled) best = word_of(winner);
+    }
+    return best;
 }
 
 #else
 
-// By one warp.
-__device__ __forceinline__ uint64_t cta_best_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request) {
+__device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
+    constexpr int kLanes = kWarpSize / kWarpRequests;
     const Best* entries = s.best + (pass.buffer() * kRequests + request) * kBestStride;
     Best best;
 #if TPW_ROUNDING == 2
-    if (cta.lane < kBestEntries) best = entries[cta.lane];
-    return warp_max_key(row_key(p, cta, best.value, best.row));
+    static_assert(kBestEntries <= kLanes);
+    if (active && cta.lane % kLanes < kBestEntries) best = entries[cta.lane % kLanes];
+    return max_over_lanes(make_key(best.value, row_id(p, cta, best.row)), kLanes);
 #else
+    if (active)
 #pragma unroll
-    for (int entry = 0; entry < kBestEntries; entry += kWarpSize) best.packed = max(best.packed, entries[entry + cta.lane].packed);
-    best.packed = __reduce_max_sync(kFullWarp, best.packed);
-    return row_key(p, cta, best.value(), best.row());
+        for (int entry = 0; entry < kBestEntries; entry += kLanes) best.packed = max(best.packed, entries[entry + cta.lane % kLanes].packed);
+    if constexpr (kLanes == kWarpSize) {
+        best.packed = __reduce_max_sync(kFullWarp, best.packed);
+    } else {
+#pragma unroll
+        for (int distance = 1; distance < kLanes; distance *= 2) best.packed = max(best.packed, __shfl_xor_sync(kFullWarp, best.packed, distance));
+    }
+    return make_key(best.value(), row_id(p, cta, best.row()));
 #endif
 }
 

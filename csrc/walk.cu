@@ -9,10 +9,11 @@
 
 namespace tpw {
 
-constexpr int kServiceBarrier = 1, kMultiplyBarrier = 2;  // of named_barrier
+constexpr int kServiceBarrier = 1;  // of named_barrier
 
 __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) {
-    const int64_t id = min(static_cast<int64_t>(key_id(key)), p.vocab_size - 1);  // a corrupt key must not become an address
+    const uint32_t drafted = kCandidates ? candidate_id(key) : key_id(key);
+    const int64_t id = min(static_cast<int64_t>(drafted), p.vocab_size - 1);  // a corrupt key must not become an address
     return p.d2t ? p.d2t[id] : id;
 }
 
@@ -51,9 +52,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     }
     __syncthreads();
     const auto draw = [&](int index) {
-        if (!kSampled || passes.groups != 1 || index >= passes.count) return;
-        draw_noise(p, s, cta, passes.at(index), kMultiplyWarps);
-        named_barrier(kMultiplyBarrier, kMultiplyWarps * kWarpSize);
+        if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
     };
     draw(0);
     for (int index = 0; index < passes.count; ++index) {
@@ -76,14 +75,18 @@ struct Service {
     const Smem& s;
     const Cta& cta;
     const Passes& passes;
-    const WalkExchange exchange;
-    int thread;
+    const int thread, warp, lane;
+    const bool posts;
+    WalkExchange exchange;  // once start() has made its block number known
 
     __device__ __forceinline__ Service(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes)
-        : p(p), s(s), cta(cta), passes(passes), exchange{p, &s.control->block, &s.control->expiry}, thread(cta.warp * kWarpSize + cta.lane) {}
+        : p(p), s(s), cta(cta), passes(passes), thread(cta.warp * kWarpSize + cta.lane), warp(cta.warp), lane(cta.lane),
+          posts(kPosts && cta.batch == 1), exchange{p, 0, 0} {}
 
     // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
     __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
+    // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
+    __device__ __forceinline__ int lag() const { return passes.groups > 2 ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
 
     __device__ __forceinline__ void start() const {
@@ -109,12 +112,14 @@ struct Service {
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
         load_rows(p, s, cta, passes.first_step, thread);
+        exchange.prefetch(thread, kServiceThreads, posts, cta.batch, cta.index, cta.count);
         if constexpr (TPW_INT8)
             for (int row = thread; row < cta.rows; row += kServiceThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
     }
 
     __device__ __forceinline__ bool open() const {
-        return exchange.open(cta.lane, cta.index, cta.batch, [&](int walk_row, HeaderTensor tensor) -> uint64_t {
+        const bool publishes = posts || cta.index < cta.batch;  // by its own posts, or as an aggregator
+        return exchange.open(cta.lane, cta.index, publishes, cta.batch, [&](int walk_row, HeaderTensor tensor) -> uint64_t {
             const int row = batch_row(p, walk_row);
             switch (tensor) {
                 case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(p, row));
@@ -129,23 +134,39 @@ struct Service {
     // The tokens of a pass, once all ranks' keys are in: its rows' `previous` from now on. A warp looks after request
     // warp + kServiceWarps * i. CTA 0 writes the tokens out, as it alone writes anchors should the block fail: when it has all
     // of a block's keys nobody else of this rank waits for anything, so that a block's tokens are all its own or all anchors.
-    __device__ __forceinline__ void receive(const Pass& pass) const {
-        u64 key;
+    __device__ __forceinline__ void receive(const Pass& pass, bool alive) const {
+        u64 key = 0;
+        if (posts) {
+            // Each warp waits for its share of the posts. All meet, whatever they have seen of a failure.
+            const RowState& row = s.rows[0];
+            const Settle<kWarpSize> settle{row, pass.step};
+            if (alive && !exchange.collect<kServiceThreads>(thread, pass.step, row.previous, cta.index, cta.count, key, settle)) fail();
+            if (lane == 0) s.control->collected[warp] = key;
+            named_barrier(kServiceBarrier, kServiceThreads);
+            key = lane < kServiceWarps ? s.control->collected[lane] : 0;
+            const u64 word = key;
+            key = settle(word, 0, 1, [&](int) { return word; });
+            if (thread == 0 && key != 0) accept(pass, 0, key);
+            return;
+        }
+        if (!alive) return;
         // Lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the warp's i-th row.
-        const int request = cta.warp + kServiceWarps * (cta.lane / TPW_WORLD_SIZE), row = pass.first_row + request;
-        const bool active = cta.lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
-        if (!exchange.receive(cta.lane, active, pass.step, row, active ? s.rows[row].previous : 0, key)) return fail();
-        if (!active || cta.lane % TPW_WORLD_SIZE != 0) return;
+        const int request = warp + kServiceWarps * (lane / TPW_WORLD_SIZE);
+        const bool active = lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
+        const int row = pass.first_row + (active ? request : 0);
+        if (!exchange.receive(lane, active, pass.step, row, s.rows[row].previous, key)) return fail();
+        const u64 word = key;
+        key = Settle<TPW_WORLD_SIZE>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
+        if (active && lane % TPW_WORLD_SIZE == 0) accept(pass, row, key);
+    }
+
+    __device__ __forceinline__ void accept(const Pass& pass, int row, u64 key) const {
         const int64_t token = target_id(p, key);
         s.rows[row].previous = static_cast<uint32_t>(token);
         if (cta.index == 0) store_token(p, s.rows[row].batch_row, pass.step, token);
     }
 
-    __device__ __forceinline__ void draw(const Pass& pass) const {
-        if (kSampled && passes.groups > 1) draw_noise(p, s, cta, pass, kServiceWarps);
-    }
-
-    // u = W1[previous] of this warp's requests. With it the pass is ready, the warp's share of the noise included.
+    // u = W1[previous] of this warp's requests. With it the pass is ready.
     __device__ __forceinline__ void stage_u(const Pass& pass) const {
         URow u[kWarpRequests];
         __syncwarp();
@@ -165,59 +186,52 @@ struct Service {
         if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
     }
 
-    __device__ __forceinline__ void prefetch_u(u64 key) const {
-        if (key != 0 && cta.lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + cta.lane * 64));
+    // One of these rows of W1 is the next u, and this early it is in L2 in time. By the first of `lanes` lanes.
+    __device__ __forceinline__ void prefetch_u(u64 key, int lane) const {
+        if (key != 0 && lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + lane * 64));
     }
 
     __device__ __forceinline__ void contribute(const Pass& pass) const {
-#if TPW_SAMPLED
-        // All requests of the warp at once, as scoring a winner exactly takes long.
-        const int request = cta.warp + kServiceWarps * (cta.lane / kBestEntries);
-        const bool active = cta.lane < kWarpRequests * kBestEntries && request < pass.requests;
-        const uint64_t key = cta_best_keys(p, s, cta, pass, request, active);
-        if (active && cta.lane % kBestEntries == 0) {
-            const int row = pass.first_row + request;
+        constexpr int kLanes = kWarpSize / kWarpRequests;
+        const int request = warp + kServiceWarps * (lane / kLanes), row = pass.first_row + request;
+        const bool active = request < pass.requests;
+        const u64 key = cta_best_keys(p, s, cta, pass, request, active);
+        if (!active) return;
+        if (posts)
+            exchange.post(lane, pass.step, s.rows[row].previous, cta.index, cta.count, key);
+        else if (lane % kLanes == 0)
             exchange.contribute(pass.step, row, s.rows[row].previous, cta.index, key);
-        }
-#else
-        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
-            const int row = pass.first_row + request;
-            const uint64_t key = cta_best_key(p, s, cta, pass, request);
-            if (cta.lane == 0) exchange.contribute(pass.step, row, s.rows[row].previous, cta.index, key);
-            // One of these is the next u, and this early its row of W1 is in L2 in time. Beyond a few requests it would be more
-            // traffic than it saves.
-            if (passes.groups == 1) prefetch_u(key);
-        }
-#endif
+        // Beyond a few requests this would be more traffic than it saves.
+        if (passes.groups == 1) prefetch_u(key, lane % kLanes);
     }
 
+    // The rows that this CTA aggregates are cta.index, cta.index + cta.count, ...; of a pass there is one, or none.
     __device__ __forceinline__ void aggregate(const Pass& pass) const {
-        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
-            const int row = pass.first_row + request;
-            if (!cta.aggregates(row)) continue;
+        for (int row = cta.index; row < pass.first_row + pass.requests; row += cta.count) {
+            if (row < pass.first_row || (row - pass.first_row) % kServiceWarps != warp) continue;
             u64 best;
-            if (!exchange.aggregate(cta.lane, pass.step, row, s.rows[row].previous, cta.count, best)) return fail();
-            prefetch_u(best);  // most likely the next u
+            const RowState& state = s.rows[row];
+            if (!exchange.aggregate(lane, pass.step, row, state.previous, cta.count, best, Settle<kWarpSize>{state, pass.step})) return fail();
+            prefetch_u(best, lane);  // most likely the next u
         }
     }
 
     // After a failure all warps of both kinds go on through the remaining passes, without the work: each pass keeps its
     // arrivals, barriers and copies, so that nobody waits for a warp that has left.
-    __device__ __forceinline__ void run() const {
+    __device__ __forceinline__ void run() {
         start();
         __syncthreads();
+        exchange.block = s.control->block;
+        exchange.expiry = s.control->expiry;
         if (cta.warp == kServiceWarps - 1 && !open()) fail();
-        for (int index = 0; index < min(lead(), passes.count); ++index) {
-            draw(passes.at(index));
-            stage_u(passes.at(index));
-        }
+        for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
         for (int index = 0; index < passes.count; ++index) {
             const Pass pass = passes.at(index);
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
             const bool alive = !s.has_failed();
             if (alive) {
                 contribute(pass);
-                aggregate(pass);
+                if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
                 if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
             }
             // The buffer's base logits, and the logits in their place, have been read by all.
@@ -228,19 +242,17 @@ struct Service {
             }
             if (index + lead() >= passes.count) continue;
             const Pass next = passes.at(index + lead());
-            if (alive) {
-                draw(next);
-                if (next.index >= passes.groups) receive(passes.at(next.index - passes.groups));
-            }
+            if (next.index >= passes.groups) receive(passes.at(next.index - passes.groups), alive);
             stage_u(next);
         }
+        if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
         if (cta.index == 0) finish();
     }
 
     // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
     __device__ __forceinline__ void finish() const {
-        if (!s.has_failed())
-            for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index));
+        const bool alive = !s.has_failed();
+        for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index), alive);
         named_barrier(kServiceBarrier, kServiceThreads);
         if (s.control->failed) {
             for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) {

@@ -55,6 +55,7 @@ struct WalkParams {
     int32_t gamma;
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
+    int32_t base_aligned;        // base logits of every row and step begin on the size of four
     const int32_t* batch_rows;   // null, or [rows]: row i of the walk is this row of the batch, of all that is given and written
     const int32_t* first_step;   // null: 0; else the steps before are skipped, and their last token is found in `tokens`
 };

@@ -21,14 +21,15 @@ SOURCES = Path(__file__).parent / "emulator"
 LIMIT_S = 120.0
 HAS_COMPILER = shutil.which("g++") is not None
 
-# What a statement of inline assembly is replaced by, found by an instruction in it; the names are those around it. The
-# others, hints and fences, do nothing.
+# What a statement of inline assembly is replaced by, found by an instruction in it; the names are those around it.
 INSTRUCTIONS = {
     "cvt.rn.bf16x2.f32": "packed = emulate_bf16x2(high, low);",
-    "cvt.rn.f16x2.f32": "packed = emulate_f16x2(high, low);",
-    "cvt.f32.f16": "value = emulate_f16(bits);",
     "lg2.approx": "log2 = std::log2(x);",
+    "rcp.approx.ftz.f64": "reciprocal = 1.0 / denominator;",
+    "add.rn.bf16x2": "sum = emulate_add_bf16x2(packed, 0u);",
+    "prmt.b32": "signs = (sum >> 15 & 0x10001u) * 0xffffu;",
     "mma.sync.aligned.m16n8k16": "emulate_mma(acc, a, b);",
+    "@wanted": "if (wanted) emulate_load_word(at, word);",
     ".sys.global.b128 [%0]": "emulate_store_word(at, key, tag);",
     ".gpu.global.b128 [%0]": "emulate_store_word(at, key, tag);",
     ".global.b128 word": "emulate_load_word(at, word);",
@@ -47,6 +48,8 @@ INSTRUCTIONS = {
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
 }
+# And those that nothing stands for here. m16n8k32 is the int8 plan's.
+NOTHING = ("prefetch", "cp.async.commit", "cp.async.wait", "setmaxnreg", "fence.", '(""', "m16n8k32")
 _ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')
 
 
@@ -54,7 +57,9 @@ def translated(source: str) -> str:
     """A file of csrc as g++ takes it."""
 
     def replace(match: re.Match[str]) -> str:
-        return next((to for instruction, to in INSTRUCTIONS.items() if instruction in match[0]), ";")
+        known = [to for instruction, to in INSTRUCTIONS.items() if instruction in match[0]]
+        assert known or any(hint in match[0] for hint in NOTHING), f"the emulator doesn't know {match[0]}"
+        return known[0] if known else ";"
 
     source = _ASSEMBLY.sub(replace, source)
     source = re.sub(r"extern __shared__ .*? (\w+)\[\];", r"unsigned char* \1 = emulate_shared();", source)
@@ -66,7 +71,10 @@ def translated(source: str) -> str:
 @cache
 def _sources(folder: Path) -> None:
     folder.mkdir(parents=True)
-    for file in jit.csrc_dir().iterdir():
+    for file in [
+        *jit.csrc_dir().glob("*.cuh"),
+        *(jit.csrc_dir() / f"{path.stem}.cu" for path in SOURCES.glob("*.cpp")),
+    ]:
         (folder / file.name).write_text(translated(file.read_text()))
 
 

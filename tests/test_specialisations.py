@@ -10,10 +10,10 @@ from tp_walk.precompile import HOPPER
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
 SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1)]
 
-# What the assembler may spill at each world size, in bytes a thread: a few registers of the service warps, which wait
-# more than they compute. More would be W2 in the multiply warps: a spilled register of it is waited for at the start
-# and read back each step.
-SPILL_BYTES = {1: 8, 2: 16, 8: 56}
+# What the assembler may spill, in bytes a thread, of greedy and of sampled walks: registers of the service warps, most of
+# them where a sampled score is contested. W2 in the multiply warps would be far more: a spilled register of it is waited
+# for at the start and read back each step.
+SPILL_BYTES = {False: 48, True: 160}
 
 
 def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:
@@ -35,7 +35,7 @@ def test_specialisations_keep_their_registers(int8: bool, rows: int, world_size:
         if one.logits != "none":
             continue
         used = jit.compile_kernel("walk.cu", "walk", one.macros, HOPPER.arch).resources
-        assert used.stack_bytes <= SPILL_BYTES[world_size], (one.sampled, one.columns)
+        assert used.stack_bytes <= SPILL_BYTES[one.sampled], (one.sampled, one.columns)
         # setmaxnreg hands registers from warp group to warp group; a launch must come with enough to hand out.
         assert used.registers * kernels.THREADS <= 65_536
         assert used.static_shared_bytes + one.placement.shared_bytes <= HOPPER.shared_limit
@@ -65,8 +65,8 @@ def test_certified_specialisations_keep_their_registers(widths: list[int]) -> No
     assert {one.sampled for one in found} == {False, True}
     for one in found:
         used = jit.compile_kernel("certify.cu", "certify", one.macros, HOPPER.arch).resources
-        # Two logarithms in double precision, away from the chase, take a few.
-        assert used.stack_bytes <= (16 if one.sampled else 0), (one.max_batch, one.sampled)
+        # The logarithms of exact noise, in double precision and away from the chase, take some.
+        assert used.stack_bytes <= (64 if one.sampled else 0), (one.max_batch, one.sampled)
         assert used.registers * certified.WARPS * 32 <= 65_536
         assert used.static_shared_bytes + one.shared_bytes <= HOPPER.shared_limit
 

@@ -30,6 +30,7 @@ from tp_walk.placement import (
     Placement,
     place,
     requests_of,
+    row_order,
 )
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
 from tp_walk.quantize import quantize_rows
@@ -89,6 +90,7 @@ class WalkParams(ctypes.Structure):
         ("gamma", _I32),
         ("anchors_are_int32", _I32),
         ("logits_sampled_rows_only", _I32),
+        ("base_aligned", _I32),
         ("batch_rows", _P),
         ("first_step", _P),
     ]
@@ -197,6 +199,8 @@ def _keeps_logits(sampled: bool, logits: str) -> bool:
 def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
     """W2's rows in the order in which MMA lanes hold them.
 
+    Within a CTA the rows are in `placement.row_order`.
+
     rows: `[n, r]` bf16 or int8, contiguous. Returns int32 `[grid * tiles_per_cta, k steps, 32, 4]`, zero where there
     is no row. Lane 4g + j of a tile's k step holds, of rows g and g + 8, the j-th 4 bytes of both halves of the step's
     k range (PTX ISA, matrix fragments of mma.m16n8k16 and mma.m16n8k32).
@@ -204,7 +208,9 @@ def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
     tiles = placement.grid * placement.tiles_per_cta
     padded = torch.zeros(tiles * TILE_ROWS, placement.markov_rank, dtype=rows.dtype, device=rows.device)
     padded[: rows.shape[0]] = rows
-    return fragment_order(padded, placement.k_steps)
+    order = torch.tensor(row_order(placement.tiles_per_cta), device=rows.device)
+    padded = padded.view(placement.grid, -1, placement.markov_rank)[:, order]
+    return fragment_order(padded.reshape(-1, placement.markov_rank), placement.k_steps)
 
 
 def fragment_order(rows: torch.Tensor, k_steps: int) -> torch.Tensor:
@@ -294,6 +300,8 @@ def describe_walk(p: WalkParams, inputs: WalkInputs, plan: str, rounding: Roundi
     base = inputs.base_logits
     p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
     p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
+    strides = (p.base_stride_row | p.base_stride_step) * base.element_size()
+    p.base_aligned = (p.base_logits | strides) % (4 * base.element_size()) == 0
     p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
     p.anchors_are_int32 = inputs.anchors.dtype == torch.int32
     p.temperatures = None

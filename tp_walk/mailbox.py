@@ -28,6 +28,11 @@ MAX_CTAS = 256  # slots a row; above the SM count of every GPU up to Blackwell
 MAX_BATCH = (1 << 16) - 1  # batch and num_valid travel in 16 bits of a header
 HEADER_WORDS = 3
 
+# A single request on one or two GPUs: each CTA posts its key to all ranks, in copies, and every CTA polls one copy of all
+# posts. More of either would be too many words. CTAs that all polled one copy would hold up its late writers.
+POST_COPIES = 8
+POST_WORLD_SIZE = 2
+
 # Few row capacities mean few cubins: the strides are compiled in, and every max_batch up to 64 shares one kernel.
 MIN_ROW_CAPACITY = 64
 
@@ -145,6 +150,8 @@ class MailboxLayout:
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
         slots        [row][CTA]                                 words of this rank alone
+        posts        [block & 1][step & 1][copy][source rank][CTA]  words written by peers' CTAs, of row 0 when it is
+                     alone, up to POST_WORLD_SIZE ranks; beyond there are none
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -171,6 +178,10 @@ class MailboxLayout:
     results_row_stride: int = field(init=False)
     slots_offset: int = field(init=False)
     slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    posts_offset: int = field(init=False)
+    posts_block_stride: int = field(init=False)
+    posts_step_stride: int = field(init=False)
+    posts_copy_stride: int = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +205,15 @@ class MailboxLayout:
         results_step = derive("results_step_stride", rows * results_row)
         results_block = derive("results_block_stride", 2 * results_step)
         slots = derive("slots_offset", results + 2 * results_block)
-        derive("num_bytes", slots + rows * self.slots_row_stride)
+        posts = derive("posts_offset", slots + rows * self.slots_row_stride)
+        posts_copy = derive("posts_copy_stride", self.world_size * MAX_CTAS * WORD_BYTES)
+        posts_step = derive("posts_step_stride", POST_COPIES * posts_copy)
+        posts_block = derive("posts_block_stride", 2 * posts_step)
+        derive("num_bytes", posts + (2 * posts_block if self.has_posts else 0))
+
+    @property
+    def has_posts(self) -> bool:
+        return self.world_size <= POST_WORLD_SIZE
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""
@@ -214,6 +233,12 @@ class MailboxLayout:
     def slot_word(self, row: int, cta: int) -> int:
         return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
 
+    def post_word(self, block: int, step: int, copy: int, source: int, cta: int) -> int:
+        """The ranks' posts lie side by side, as many as there are CTAs, so that lanes of a warp find work."""
+        parities = (block & 1) * self.posts_block_stride + (step & 1) * self.posts_step_stride
+        place = copy * self.posts_copy_stride + (source * self.num_ctas + cta) * WORD_BYTES
+        return self.posts_offset + parities + place
+
     def defines(self) -> dict[str, int]:
         """The macros that csrc/mailbox.cuh is compiled with: no function of num_ctas, nor of max_batch up to 64."""
         macros = {
@@ -225,6 +250,8 @@ class MailboxLayout:
             "HEADER_PHASE": HEADER_PHASE,
             "HEADER_WORDS": HEADER_WORDS,
             "MAX_CTAS": MAX_CTAS,
+            "POST_COPIES": POST_COPIES,
+            "POST_WORLD_SIZE": POST_WORLD_SIZE,
             "MAX_GAMMA": MAX_GAMMA,
         }
         derived = [name for name in self.__dataclass_fields__ if name.endswith(("_offset", "_stride", "_capacity"))]

@@ -5,6 +5,7 @@ The host half of the constants and of `Smem` in csrc/cta.cuh.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from tp_walk.config import Rounding
@@ -14,8 +15,9 @@ WARP_SIZE = 32
 TILE_ROWS = 16
 FRAGMENT_BYTES = 16
 COLUMNS = 8
+LINE_BYTES = 128  # all banks of shared memory
 MAX_GRID = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange.cuh
-CONTROL_BYTES = 208
+CONTROL_BYTES = 240
 ROW_STATE_BYTES = 32
 
 
@@ -124,10 +126,13 @@ def place(
     grid = -(-tiles // tiles_per_cta)
     reg_tiles = min(REG_FRAGMENTS // k_steps, -(-tiles_per_cta // MULTIPLY_WARPS))
 
-    cta_rows = max(tiles_per_cta, reg_tiles * MULTIPLY_WARPS) * TILE_ROWS
+    staged_tiles = max(tiles_per_cta, reg_tiles * MULTIPLY_WARPS)
+    cta_rows, rounds = staged_tiles * TILE_ROWS, -(-staged_tiles // (2 * MULTIPLY_WARPS))
     tile_bytes = k_steps * WARP_SIZE * FRAGMENT_BYTES
-    # 16 bytes more, for a row that starts inside a 16-byte piece; they also spread the requests over the banks.
+    # 16 bytes more, for a row that starts inside a 16-byte piece, and what spreads a warp's requests over the banks.
+    lane_requests = 1 if int8 or columns.narrow else 2
     base_stage_bytes = cta_rows * base_bytes + 16
+    base_stage_bytes += (32 // lane_requests - base_stage_bytes) % LINE_BYTES
     # What each of a warp's row groups, or each warp, leaves of a request: `Best`.
     best_bytes = MULTIPLY_WARPS + 2
     if sampled:
@@ -139,7 +144,7 @@ def place(
     staging = (
         2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
         + 2 * requests * base_stage_bytes
-        + (2 * requests * cta_rows * 2 if sampled else 0)
+        + (rounds * lane_requests * MULTIPLY_WARPS * WARP_SIZE * 16 if sampled and columns.groups == 1 else 0)
         + 2 * requests * best_bytes
         + (cta_rows * 4 if int8 else 0)
         + CONTROL_BYTES
@@ -162,3 +167,21 @@ def place(
         base_stage_bytes=base_stage_bytes,
         shared_bytes=staging + smem_tiles * tile_bytes,
     )
+
+
+def row_order(tiles_per_cta: int) -> list[int]:
+    """Which row of the CTA is row i of its tiles, taken in order; the device half is `Round` in csrc/cta.cuh.
+
+    A lane holds rows g and g + 8 of a tile. Tiles 2j and 2j + 1 of a warp (w + 8·2j and w + 8·(2j + 1) of the CTA) are
+    its pair of round j, 32 rows of which a lane has four in turn; a tile without a partner is 16 rows, two a lane.
+    """
+    order = []
+    for tile in range(tiles_per_cta):
+        slot, warp = divmod(tile, MULTIPLY_WARPS)
+        first_tile = slot // 2 * 2 * MULTIPLY_WARPS
+        pairs = min(max(tiles_per_cta - first_tile - MULTIPLY_WARPS, 0), MULTIPLY_WARPS)
+        start = (first_tile + warp + min(warp, pairs)) * TILE_ROWS
+        for half, lane_group in itertools.product((0, 1), range(8)):
+            each = 4 if warp < pairs else 2
+            order.append(start + each * lane_group + slot % 2 * 2 + half)
+    return order

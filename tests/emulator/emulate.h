@@ -33,6 +33,10 @@ struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
 // ---- threads ---------------------------------------------------------------------------------------------------------
@@ -214,6 +218,22 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline float __double2float_rn(double value) { return static_cast<float>(value); }
+inline int __double2loint(double value) { return static_cast<int>(bits_as<unsigned long long>(value)); }
+inline int __double2hiint(double value) { return static_cast<int>(bits_as<unsigned long long>(value) >> 32); }
+inline double __hiloint2double(int high, int low) {
+    return bits_as<double>(static_cast<unsigned long long>(static_cast<unsigned>(high)) << 32 | static_cast<unsigned>(low));
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
 inline float __uint2float_rn(unsigned value) { return static_cast<float>(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
@@ -224,12 +244,11 @@ inline unsigned bf16_of(float value) {
     const unsigned bits = __float_as_uint(value);
     return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
-inline unsigned emulate_f16x2(float high, float low) {
-    return bits_as<unsigned short>(static_cast<_Float16>(high)) << 16 | bits_as<unsigned short>(static_cast<_Float16>(low));
+inline unsigned emulate_add_bf16x2(unsigned x, unsigned y) {
+    const float low = __uint_as_float(x << 16) + __uint_as_float(y << 16), high = __uint_as_float(x & 0xffff0000u) + __uint_as_float(y & 0xffff0000u);
+    return bf16_of(high) << 16 | bf16_of(low);
 }
-inline float emulate_f16(unsigned short bits) { return static_cast<float>(bits_as<_Float16>(bits)); }
-
+inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
 // mma.m16n8k16 of bf16; fragments as the PTX ISA lays them out.
 inline void emulate_mma(float (&acc)[4], const uint4& a, const uint2& b) {
     struct Fragments {

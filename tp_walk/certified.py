@@ -278,10 +278,15 @@ class CertifiedExecutor:
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._order = launch_order(device)
         self._launches: dict[tuple[bool, bool], list[tuple[CertifySpecialisation, CooperativeLaunch]]] = {}
-        for one in chosen:
-            kernel = jit.compile_kernel("certify.cu", "certify", one.macros)
-            launch = CooperativeLaunch(kernel, one.grid, WARPS * WARP_SIZE, one.shared_bytes, grid)
-            self._launches.setdefault((one.base_fp32, one.sampled), []).append((one, launch))
+
+        def load_kernels() -> None:
+            for one in chosen:
+                kernel = jit.compile_kernel("certify.cu", "certify", one.macros)
+                launch = CooperativeLaunch(kernel, one.grid, WARPS * WARP_SIZE, one.shared_bytes, grid)
+                self._launches.setdefault((one.base_fp32, one.sampled), []).append((one, launch))
+
+        # Voted on: what fails on one rank must end this set-up on all of them, as closing takes them all.
+        context.group.stage("loading of plan certified's kernels", load_kernels)
 
     def memory_bytes(self) -> int:
         tensors = (self._w2, self._bounds, self._offsets, self._counts, self._left)
@@ -327,7 +332,7 @@ class CertifiedExecutor:
 
     def reload(self, context: ExecutorContext) -> None:
         self._context = context
-        self._fallback.reload(context)
+        context.group.stage("reload of plan certified's fallback", lambda: self._fallback.reload(context))
         self._load(context)
 
     def close(self) -> None:
@@ -336,12 +341,15 @@ class CertifiedExecutor:
 
     def _load(self, context: ExecutorContext) -> None:
         """W2, and the bounds: each rank finds those of its part of the tokens."""
-        self._w2.copy_(context.head.w2_rows(0, context.shape.vocab_size))
         group, tokens = context.group, context.w1.shape[0]
         part = -(-tokens // group.world_size)
         first = min(group.rank * part, tokens)
-        mine = context.w1[first : first + part]
-        own = group.stage("bounds of plan certified", lambda: bias_bounds(mine, self._w2))
+
+        def load() -> torch.Tensor:
+            self._w2.copy_(context.head.w2_rows(0, context.shape.vocab_size))
+            return bias_bounds(context.w1[first : first + part], self._w2)
+
+        own = group.stage("loading of plan certified's weights", load)
         padded = torch.nn.functional.pad(own, (0, part - own.numel()))
         self._bounds.copy_(group.all_gather(padded, context.deadline.startup_s).flatten()[:tokens])
 

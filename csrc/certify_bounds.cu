@@ -13,14 +13,14 @@ constexpr int kGroups = TPW_TOKENS / kColumns;  // of 8 tokens
 }  // namespace tpw
 
 // fragments: W2 in fragment order, `tiles` of them; rows past the last repeat it. w1: [tokens, r]. bounds: [tokens].
-extern "C" __global__ void __launch_bounds__(tpw::kBoundsWarps * 32) certify_bounds(const uint4* fragments, const uint16_t* w1, float* bounds, int tiles, int tokens) {
+extern "C" __global__ void __launch_bounds__(tpw::kBoundsWarps * 32) certify_bounds(const uint4* fragments, const uint4* w1, float* bounds, int tiles, int tokens) {
     using namespace tpw;
     extern __shared__ __align__(16) unsigned char u[];  // [group] columns of B fragments
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int first_token = blockIdx.x * TPW_TOKENS;
     for (int i = warp; i < TPW_TOKENS; i += kBoundsWarps) {
         URow row;
-        row.load(w1 + static_cast<int64_t>(min(first_token + i, tokens - 1)) * TPW_RANK, lane);
+        row.load(w1 + static_cast<int64_t>(min(first_token + i, tokens - 1)) * (TPW_RANK / 8), nullptr, lane);
         row.store(u + i / kColumns * kUBytes, nullptr, i % kColumns, lane);
     }
     __syncthreads();

@@ -185,8 +185,7 @@ struct Chase {
         for (int slot = thread; slot < rows; slot += kCertifyThreads) {
             const int64_t token = target(s.tier_id[slot]);
             prefetch_l2(p.bounds + token);
-            const unsigned char* w1 = reinterpret_cast<const unsigned char*>(p.walk.w1 + token * TPW_RANK);
-            for (int at = 0; at < TPW_RANK * 2; at += 128) prefetch_l2(w1 + at);
+            for (int at = 0; at < TPW_RANK / 8; at += 8) prefetch_l2(p.walk.u_rows + token * (TPW_RANK / 8) + at);
             s.tier_noise[slot] = exact_noise(s.tier_id[slot]);
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -288,7 +287,7 @@ struct Chase {
             const int64_t previous = clamped(p.walk, static_cast<int64_t>(token));
             bound = __ldg(p.bounds + previous);
             URow u_row;
-            u_row.load(p.walk.w1 + previous * TPW_RANK, lane);
+            u_row.load(p.walk.u_rows + previous * (TPW_RANK / 8), nullptr, lane);
             u_row.store(u, nullptr, 0, lane);
             __syncwarp();
             key = score_first(u, rows);

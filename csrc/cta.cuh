@@ -60,6 +60,13 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 constexpr bool kKeepsLogits = kSampled || kLogits;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
+struct Cta {
+    int lane, warp, index, count;  // warp: among its kind
+    int first_row, rows;  // of this rank's shard
+    int batch;            // rows of the batch that are valid
+    bool whole;           // all rows of its tiles exist
+};
+
 // The best of some rows of a request: its value and where; of equal values the one of the smallest row.
 #if TPW_SAMPLED || TPW_ROUNDING == 2
 
@@ -70,29 +77,46 @@ struct Best {
     int32_t second = kNothing;  // scores are approximate: how near did another row come?
 #endif
 
-    __device__ __forceinline__ void add(float score, int candidate_row, bool exists) {
-        const int32_t candidate = exists ? ordered(score) : kNothing;
+    // The best of kRows rows from `first` on.
+    template <int kRows>
+    __device__ __forceinline__ void add(const float (&scores)[kRows], int first, const Cta& cta) {
+        int32_t candidates[kRows], largest = kNothing, index = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) candidates[i] = ordered(scores[i]);
+        if (!cta.whole) {
+            __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) candidates[i] = first + i < cta.rows ? candidates[i] : kNothing;
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
 #if TPW_SAMPLED
-        second = max(second, min(value, candidate));
+            second = max(second, min(largest, candidates[i]));
 #endif
-        // Pairs of tiles and single ones take turns, so rows don't come in order.
-        const bool wins = candidate > value || (candidate == value && static_cast<uint32_t>(candidate_row) < row);
-        value = wins ? candidate : value;
-        row = wins ? candidate_row : row;
+            index = candidates[i] > largest ? i : index;
+            largest = max(largest, candidates[i]);
+        }
+        merge(largest, first + index);
+    }
+
+    __device__ __forceinline__ void merge(int32_t other_value, uint32_t other_row) {
+#if TPW_SAMPLED
+        second = max(second, min(value, other_value));
+#endif
+        // Pairs of tiles and single ones take turns, and lanes: rows don't come in order.
+        const bool wins = (other_value > value) | ((other_value == value) & (other_row < row));
+        value = max(value, other_value);
+        row = wins ? other_row : row;
     }
 
     // With the other lanes of a warp that hold the same request.
     __device__ __forceinline__ void reduce() {
 #pragma unroll
         for (int distance = 4; distance < kWarpSize; distance *= 2) {
-            const int32_t other_value = __shfl_xor_sync(kFullWarp, value, distance);
-            const uint32_t other_row = __shfl_xor_sync(kFullWarp, row, distance);
 #if TPW_SAMPLED
-            second = max(max(second, __shfl_xor_sync(kFullWarp, second, distance)), min(value, other_value));
+            second = max(second, __shfl_xor_sync(kFullWarp, second, distance));
 #endif
-            const bool wins = other_value > value || (other_value == value && other_row < row);
-            value = wins ? other_value : value;
-            row = wins ? other_row : row;
+            merge(__shfl_xor_sync(kFullWarp, value, distance), __shfl_xor_sync(kFullWarp, row, distance));
         }
     }
 };
@@ -106,12 +130,16 @@ struct Best {
     int32_t packed = kNothing;
 
     // Two bf16 values of rows `row` and `row` + 1, which is even.
-    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, int rows) {
+    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) {
         const uint32_t order = ordered_pair(values);
         const uint32_t places = 0xfffeffffu - candidate_row * 0x10001u;  // 0xffff - row of each
-        const int32_t low = __byte_perm(order, places, 0x1054), high = __byte_perm(order, places, 0x3276);
-        packed = candidate_row < rows ? max(packed, low) : packed;
-        packed = candidate_row + 1 < rows ? max(packed, high) : packed;
+        int32_t low = __byte_perm(order, places, 0x1054), high = __byte_perm(order, places, 0x3276);
+        if (!cta.whole) {
+            __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
+            low = candidate_row < cta.rows ? low : kNothing;
+            high = candidate_row + 1 < cta.rows ? high : kNothing;
+        }
+        packed = max(packed, max(low, high));
     }
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
     __device__ __forceinline__ int32_t value() const {
@@ -178,12 +206,6 @@ struct Smem {
 
     // One answer for the whole warp, whose lanes would otherwise read at different times.
     __device__ __forceinline__ bool has_failed() const { return __any_sync(kFullWarp, *static_cast<volatile int32_t*>(&control->failed)); }
-};
-
-struct Cta {
-    int lane, warp, index, count;  // warp: among its kind
-    int first_row, rows;  // of this rank's shard
-    int batch;            // rows of the batch that are valid
 };
 
 // A warp's tiles 2j and 2j + 1 are its pair of round j: 32 rows in a row of the CTA, of which a lane has four in turn, the two

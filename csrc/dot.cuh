@@ -90,70 +90,31 @@ __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char*
     return u + column * kColumnBytes + (lane & 3) * 8;
 }
 
-// A row of W1 on its way into B, 16 bytes a lane and vector: for one k step, they hold the first or the second half of the
-// k range; a B fragment pairs words of both halves.
+// What a step's u is made from, 2 r bytes a token, on its way into B, 16 bytes a lane and vector. tp_bf16: the token's row of
+// W1. int8: its two planes, made once for every token (kernels.to_plane_rows): the divisions of making them here, at each step
+// and by every CTA, took 700 cycles of its 6,500.
 struct URow {
     static constexpr int kVectors = TPW_RANK / (kWarpSize * 8);
     uint4 words[kVectors];
+    float scale;
 
-    __device__ __forceinline__ void load(const bf16* w1_row, int lane) {
+    __device__ __forceinline__ void load(const uint4* row, const float* row_scale, int lane) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) words[v] = __ldg(reinterpret_cast<const uint4*>(w1_row) + v * kWarpSize + lane);
+        for (int v = 0; v < kVectors; ++v) words[v] = __ldg(row + v * kWarpSize + lane);
+        if (TPW_INT8) scale = __ldg(row_scale);
     }
 
     // As column(s) of request `request` of a column group.
     __device__ __forceinline__ void store(unsigned char* u, float* u_scale, int request, int lane) const {
 #if TPW_INT8
-        float largest = 0.0f;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) {
-            const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                largest = fmaxf(largest, fabsf(bf16_to_float(w[i] & 0xffffu)));
-                largest = fmaxf(largest, fabsf(bf16_to_float(w[i] >> 16)));
-            }
-        }
-        // Magnitudes order as their bits do, so the warp's maximum is one integer REDUX.
-        largest = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest)));
-        const float quotient = __fdiv_rn(largest, 32512.0f);
-        const float scale = quotient == 0.0f ? 1.0f : quotient;
         if (lane == 0) *u_scale = scale;
-        // u / scale as IEEE division gives it, by Markstein's correction of a product with the rounded reciprocal (IBM J. Res.
-        // Dev. 34, 1990); where that could leave the normal range, by division itself.
-        const float reciprocal = __frcp_rn(scale);
-        const bool divides = scale < 0x1p-100f;
-        const auto quotient_of = [&](float value) {
-            if (divides) return __fdiv_rn(value, scale);
-            const float estimate = __fmul_rn(value, reciprocal);
-            return __fmaf_rn(__fmaf_rn(-estimate, scale, value), reciprocal, estimate);
-        };
-        unsigned char* hi_column = u + (2 * request) * kColumnBytes;
-        unsigned char* lo_column = hi_column + kColumnBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const uint32_t w[4] = {words[v].x, words[v].y, words[v].z, words[v].w};
-            const int first_k = (v * kWarpSize + lane) * 8;
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {  // 4 elements: one word of each plane
-                uint32_t hi = 0, lo = 0;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const uint32_t word = w[2 * pair + i / 2];
-                    const float value = bf16_to_float(i % 2 ? word >> 16 : word & 0xffffu);
-                    // Only a scale in fp32's denormals is rounded so coarsely that t needs the clamp.
-                    const int32_t t = min(max(__float2int_rn(quotient_of(value)), -32639), 32639);
-                    const int32_t high = (t + 128) >> 8;
-                    hi |= (static_cast<uint32_t>(high) & 0xffu) << (8 * i);
-                    lo |= (static_cast<uint32_t>(t - 256 * high) & 0xffu) << (8 * i);
-                }
-                const int k = first_k + 4 * pair;
-                const int at = (k / 32) * 32 + ((k % 16) / 4) * 8 + ((k % 32) / 16) * 4;
-                *reinterpret_cast<uint32_t*>(hi_column + at) = hi;
-                *reinterpret_cast<uint32_t*>(lo_column + at) = lo;
-            }
+            const int at = (v * kWarpSize + lane) * 16;  // of the hi plane, then the lo plane, each as it lies in B
+            *reinterpret_cast<uint4*>(u + (2 * request + at / TPW_RANK) * kColumnBytes + at % TPW_RANK) = words[v];
         }
 #else
+        // Of one k step a lane's words hold the first or the second half of the k range; a B fragment pairs words of both.
         unsigned char* column = u + request * (kColumns / Dot::kRequests) * kColumnBytes;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {

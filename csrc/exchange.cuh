@@ -129,6 +129,9 @@ struct WalkExchange {
             const char* word = posts ? post_word(mailbox(), now, parity, cta % TPW_POST_COPIES, at * kLineWords) : result_word(mailbox(), now, parity, at, 0);
             asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
         }
+        // And who posts looks at every rank's mailbox once, for nothing: an SM's first access to a peer's page waits for the
+        // translation of its address, 2 µs when all SMs do so at once.
+        if (posts && thread < TPW_WORLD_SIZE) load_word<Scope::sys>(post_word(p.mailboxes[thread], now, 0, cta % TPW_POST_COPIES, p.rank * ctas + cta));
     }
 
     // One hop, for row 0. This CTA's best key, on all lanes, to all ranks. By one warp.

@@ -33,9 +33,12 @@ struct BaseRows {
             } else {
                 word[0] = *reinterpret_cast<const uint32_t*>(at);
             }
-        } else {
+        } else {  // a loop, so that it takes a branch and no issue slots from the other way
+            uint64_t all = 0;
+#pragma unroll 1
+            for (int i = kRows - 1; i >= 0; --i) all = all << 16 | at[i];
 #pragma unroll
-            for (int i = 0; i < kRows / 2; ++i) word[i] = at[2 * i] | static_cast<uint32_t>(at[2 * i + 1]) << 16;
+            for (int i = 0; i < kRows / 2; ++i) word[i] = static_cast<uint32_t>(all >> (32 * i));
         }
     }
     __device__ __forceinline__ void store(BaseLogit* at, bool together) const {
@@ -45,8 +48,9 @@ struct BaseRows {
             else
                 *reinterpret_cast<uint32_t*>(at) = word[0];
         } else {
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) at[i] = static_cast<bf16>(word[i / 2] >> (i % 2 * 16));
+            uint64_t all = word[0] | (kRows == 4 ? static_cast<uint64_t>(word[kRows / 2 - 1]) << 32 : 0);
+#pragma unroll 1
+            for (int i = 0; i < kRows; ++i, all >>= 16) at[i] = static_cast<bf16>(all);
         }
     }
 #endif
@@ -109,7 +113,7 @@ struct LaneRequests {
                 logits.word[i / 2] = packed;
 #endif
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                best[group][which].add_pair(packed, row + i, cta.rows);
+                best[group][which].add_pair(packed, row + i, cta);
 #endif
                 values[i] = bias[0], values[i + 1] = bias[1];
             }
@@ -122,12 +126,11 @@ struct LaneRequests {
 #endif
             }
 #if TPW_SAMPLED || TPW_ROUNDING == 2
+            const float inverse = inverse_temperature[group][which];
 #pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                float score = values[i];
-                if constexpr (kSampled) score = inverse_temperature[group][which] >= 0.0f ? __fmaf_rn(score, inverse_temperature[group][which], noise[which][i]) : score;
-                best[group][which].add(score, row + i, row + i < cta.rows);
-            }
+            for (int i = 0; i < kRows; ++i)
+                if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
+            best[group][which].add(values, row, cta);
 #endif
         }
     }
@@ -161,15 +164,21 @@ struct LaneRequests {
         for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(p, cta, slots[2 * i]);
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group) {
-            // All base logits are loaded first, and nothing branches: the tiles' chains of latencies overlap.
+            // All base logits are loaded first: the tiles' chains of latencies overlap.
             BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
             BaseRows<2> alone[Dot::kLaneRequests];
+            const auto load = [&](bool together) {
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                for (int which = 0; which < Dot::kLaneRequests; ++which) {
 #pragma unroll
-                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[group][which] + rows[i], p.base_aligned);
-                if constexpr (kTiles % 2) alone[which].load(base[group][which] + rows[kPairs], p.base_aligned);
-            }
+                    for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[group][which] + rows[i], together);
+                    if constexpr (kTiles % 2) alone[which].load(base[group][which] + rows[kPairs], together);
+                }
+            };
+            if (p.base_aligned)
+                load(true);
+            else
+                load(false);
 #pragma unroll
             for (int i = 0; i < kPairs; ++i) {
                 const Dot::Accumulator* const both[2] = {acc[2 * i][group], acc[2 * i + 1][group]};

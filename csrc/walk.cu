@@ -17,9 +17,7 @@ __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) 
     return p.d2t ? p.d2t[id] : id;
 }
 
-__device__ __forceinline__ const bf16* w1_row(const WalkParams& p, int64_t token) {
-    return p.w1 + clamped(p, token) * TPW_RANK;
-}
+__device__ __forceinline__ const uint4* u_row(const WalkParams& p, int64_t token) { return p.u_rows + clamped(p, token) * (TPW_RANK / 8); }
 
 __device__ __forceinline__ void store_token(const WalkParams& p, int row, int step, int64_t token) {
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
@@ -173,7 +171,10 @@ struct Service {
 #pragma unroll
         for (int i = 0; i < kWarpRequests; ++i) {
             const int request = cta.warp + kServiceWarps * i;
-            if (request < pass.requests) u[i].load(w1_row(p, s.rows[pass.first_row + request].previous), cta.lane);
+            if (request < pass.requests) {
+                const uint32_t previous = s.rows[pass.first_row + request].previous;
+                u[i].load(u_row(p, previous), p.u_scales + clamped(p, previous), lane);
+            }
         }
 #pragma unroll
         for (int i = 0; i < kWarpRequests; ++i) {
@@ -188,7 +189,7 @@ struct Service {
 
     // One of these rows of W1 is the next u, and this early it is in L2 in time. By the first of `lanes` lanes.
     __device__ __forceinline__ void prefetch_u(u64 key, int lane) const {
-        if (key != 0 && lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(w1_row(p, target_id(p, key)) + lane * 64));
+        if (key != 0 && lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(u_row(p, target_id(p, key)) + lane * 8));
     }
 
     __device__ __forceinline__ void contribute(const Pass& pass) const {
@@ -277,11 +278,12 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     const Smem s(shared_memory, p);
     Cta cta;
     cta.lane = threadIdx.x % kWarpSize;
-    cta.warp = threadIdx.x / kWarpSize;
+    cta.warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);  // in a uniform register, and not worked out again and again
     cta.index = blockIdx.x;
     cta.count = gridDim.x;
     cta.first_row = blockIdx.x * p.tiles_per_cta * kTileRows;
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
+    cta.whole = cta.rows == staged_rows(p);
     cta.batch = p.num_valid ? min(max(*p.num_valid, 0), p.batch) : p.batch;
     const Passes passes(cta.batch, p.gamma, p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0);
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).

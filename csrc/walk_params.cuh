@@ -12,14 +12,15 @@ struct WalkParams {
     // weights, fixed for the life of a runtime
     const uint4* w2_fragments;   // this rank's rows of W2 in MMA fragment order: [tile][k step][lane] of 16 bytes
     const float* row_scales;     // int8 only: [shard width] fp32, one a row of W2
-    const bf16* w1;              // [target vocabulary, r]
+    const uint4* u_rows;         // [target vocabulary] of 2 r bytes: what u is made from, see URow
+    const float* u_scales;       // int8 only: [target vocabulary] fp32
     const int64_t* d2t;          // [vocabulary] or null: drafted id -> target id
     char* mailboxes[kMaxWorld];  // every rank's mailbox as this rank sees it
     char* status;                // host-mapped
     uint64_t startup_deadline_ns;
     uint64_t steady_deadline_ns;
     int64_t vocab_size;          // ids that may be drafted
-    int64_t target_vocab_size;   // rows of W1
+    int64_t target_vocab_size;   // rows of W1, so of u_rows
     int32_t shard_start;
     int32_t shard_width;
     int32_t rank;

@@ -119,7 +119,7 @@ class World:
 
     def _common(self, rank: int, inputs: WalkInputs, plan: str) -> kernels.WalkParams:
         p = kernels.WalkParams()
-        p.w1, p.d2t = self._w1.data_ptr(), None if self._d2t is None else self._d2t.data_ptr()
+        p.u_rows, p.d2t = self._w1.data_ptr(), None if self._d2t is None else self._d2t.data_ptr()
         for peer, memory in enumerate(self.ranks):
             mailbox = memory.mailbox if plan == "certified" else memory.walk_mailbox
             p.mailboxes[peer] = mailbox.data_ptr()

@@ -10,9 +10,9 @@ from tp_walk.precompile import HOPPER
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
 SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1)]
 
-# What the assembler may spill, in bytes a thread, of greedy and of sampled walks: registers of the service warps, most of
-# them where a sampled score is contested. W2 in the multiply warps would be far more: a spilled register of it is waited
-# for at the start and read back each step.
+# What the assembler may spill, in bytes a thread, of greedy and of sampled walks: registers of the service warps, most
+# of them where a sampled score is contested. W2 in the multiply warps would be far more: a spilled register of it is
+# waited for at the start and read back each step.
 SPILL_BYTES = {False: 48, True: 160}
 
 

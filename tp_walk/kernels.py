@@ -33,12 +33,13 @@ from tp_walk.placement import (
     row_order,
 )
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
-from tp_walk.quantize import quantize_rows
+from tp_walk.quantize import quantize_rows, split_planes
 from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
 LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
 THREADS = (MULTIPLY_WARPS + SERVICE_WARPS) * WARP_SIZE
+_PLANE_CHUNK = 16_384  # rows of W1 whose fp32 intermediates are held at once
 
 _P, _I64, _U64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32
 
@@ -49,7 +50,8 @@ class WalkParams(ctypes.Structure):
     _fields_ = [
         ("w2_fragments", _P),
         ("row_scales", _P),
-        ("w1", _P),
+        ("u_rows", _P),
+        ("u_scales", _P),
         ("d2t", _P),
         ("mailboxes", _P * MAX_WORLD_SIZE),
         ("status", _P),
@@ -220,6 +222,23 @@ def fragment_order(rows: torch.Tensor, k_steps: int) -> torch.Tensor:
     return words.permute(0, 3, 2, 5, 4, 1).reshape(tiles, k_steps, 32, 4).contiguous()
 
 
+def to_plane_rows(w1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """W1 `[V, r]` bf16 → its rows' planes hi and lo as int8 `[V, 2, r]` and their scales `[V]` fp32.
+
+    Elements lie in the order in which the lanes of mma.m16n8k32 take them from a column of B: of each 32, the words of
+    4 elements 0, 4, 1, 5, 2, 6, 3, 7.
+    """
+    k = torch.arange(w1.shape[1], device=w1.device)
+    places = k // 32 * 32 + k % 16 // 4 * 8 + k % 32 // 16 * 4 + k % 4
+    rows = torch.empty(w1.shape[0], 2, w1.shape[1], dtype=torch.int8, device=w1.device)
+    scales = torch.empty(w1.shape[0], dtype=torch.float32, device=w1.device)
+    for start in range(0, w1.shape[0], _PLANE_CHUNK):
+        part = slice(start, start + _PLANE_CHUNK)
+        hi, lo, scales[part] = split_planes(w1[part])
+        rows[part, 0, places], rows[part, 1, places] = hi, lo
+    return rows, scales
+
+
 class CooperativeLaunch:
     """A kernel, loaded, with its launch configuration filled in once.
 
@@ -381,7 +400,8 @@ class KernelExecutor:
         params = WalkParams()
         params.w2_fragments = self._fragments.data_ptr()
         params.row_scales = None if self._row_scales is None else self._row_scales.data_ptr()
-        params.w1 = context.w1.data_ptr()
+        params.u_rows = self._u_rows.data_ptr()
+        params.u_scales = None if self._u_scales is None else self._u_scales.data_ptr()
         params.d2t = None if context.d2t is None else context.d2t.data_ptr()
         for source, address in enumerate(self._mailboxes.addresses):
             params.mailboxes[source] = address
@@ -417,10 +437,14 @@ class KernelExecutor:
     def _load(self, context: ExecutorContext) -> None:
         rows, self._row_scales = self._rows(context)
         self._fragments = to_fragments(rows, self._placement)
+        self._u_rows = context.w1
+        self._u_scales: torch.Tensor | None = None
+        if self.int8:
+            self._u_rows, self._u_scales = to_plane_rows(context.w1)
 
     def memory_bytes(self) -> int:
-        scales = 0 if self._row_scales is None else self._row_scales.nbytes
-        return self._fragments.nbytes + scales + self._layout.num_bytes
+        own = [self._fragments, self._row_scales, self._u_scales, self._u_rows if self.int8 else None]
+        return sum(tensor.nbytes for tensor in own if tensor is not None) + self._layout.num_bytes
 
     def walk(self, inputs: WalkInputs) -> None:
         gathers = inputs.logits == "full" and self._world_size > 1
@@ -492,6 +516,10 @@ class KernelExecutor:
         self._fragments.copy_(to_fragments(rows, self._placement))
         if self._row_scales is not None and scales is not None:
             self._row_scales.copy_(scales)
+        if self._u_scales is not None:
+            rows, scales = to_plane_rows(context.w1)
+            self._u_rows.copy_(rows)
+            self._u_scales.copy_(scales)
 
     def close(self) -> None:
         self._mailboxes.close()

@@ -4,7 +4,7 @@
 
 struct BoundsParams {
     const uint4* fragments;
-    const uint16_t* w1;
+    const uint4* w1;
     float* bounds;
     int tiles, tokens;
 };
@@ -15,7 +15,7 @@ static const BoundsParams* given;
 extern "C" int emulate(const BoundsParams* const* params, int, int grid, size_t shared_bytes, double limit_s) {
     for (int first = 0; first < grid; ++first) {
         BoundsParams mine = **params;
-        mine.w1 += first * TPW_TOKENS * TPW_RANK;
+        mine.w1 += first * TPW_TOKENS * TPW_RANK / 8;
         mine.bounds += first * TPW_TOKENS;
         mine.tokens -= first * TPW_TOKENS;
         given = &mine;

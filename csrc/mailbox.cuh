@@ -25,7 +25,8 @@
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
 //   - the warp of a CTA that reads a row's results of step k is the one that stores the row's slot of k+1;
-//   - an aggregator stores nothing of a block before it has seen and compared every peer's header of that block;
+//   - an aggregator stores nothing of a block before it has seen and compared every peer's header of that block (one warp
+//     does; the CTA's others follow it through the barriers of the first pass, which none has keys of before);
 //   - launches of one rank don't overlap: no word is touched before the launch before is complete (stream order, or
 //     griddepcontrol.wait under programmatic dependent launch);
 //   - a GPU names a location by one address: its own mailbox by its own pointer, never through an IPC mapping.

@@ -2,9 +2,9 @@
 
 The model has 2 or 3 ranks of 2 CTAs, each with 1 or 2 service warps as in csrc/walk.cu, and 3 blocks of up to 3 steps,
 with gamma and the number of valid rows changing between blocks, so that a block has no group of requests, one or
-several. A store becomes visible at any time after it is issued, in any order but that of the stores to the same word: what PTX
-promises of relaxed accesses. Waits are blocking reads. The multiply warps can't be seen from outside: a pass is
-multiplied once every service warp of the CTA has brought its u, and then all of them may go on with it.
+several. A store becomes visible at any time after it is issued, in any order but that of the stores to the same word:
+what PTX promises of relaxed accesses. Waits are blocking reads. The multiply warps can't be seen from outside: a pass
+is multiplied once every service warp of the CTA has brought its u, and then all of them may go on with it.
 `Variant` takes a rule of the protocol away; the search must then find what the rule is there for.
 """
 
@@ -130,13 +130,11 @@ def program(
             of_pass = range(first, min(first + size.requests, block.valid_rows))
             return [row for row in of_pass if (row - first) % size.warps == of_warp]
 
-        def receive(
-            index: int, groups: int = groups, rows: Rows = rows, result: Result = result
-        ) -> Iterator[Operation]:
+        def receive(index: int, groups: int = groups, rows: Rows = rows, result: Result = result) -> list[Operation]:
             reader = warp if variant.same_warp else (warp + 1) % size.warps
-            step, awaited = index // groups, rows(index, reader)
-            if awaited:
-                yield Await(tuple(result(rank, row, peer, step) for row, peer in product(awaited, range(size.ranks))))
+            pairs = product(rows(index, reader), range(size.ranks))
+            words = tuple(result(rank, row, peer, index // groups) for row, peer in pairs)
+            return [Await(words)] if words else []
 
         if warp == size.warps - 1:
             if cta == 0:

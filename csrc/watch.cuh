@@ -14,6 +14,10 @@ namespace tpw {
 // Looking for poison and at the clock costs more than a poll, and a wait that goes well ends within tens of polls.
 constexpr u32 POLLS_PER_LOOK = 64;
 
+// How much longer a wait for a slot or a result lasts than one for a header. No rank publishes a result before it has every
+// rank's header, so of a rank that is missing all waits expire at once, and only those for headers name it.
+constexpr u64 HEADERS_FIRST_NS = 1000000;
+
 struct Exchange {
     char* const* mailboxes;  // [TPW_WORLD_SIZE] every rank's mailbox as seen from this GPU, its own included
     char* status;            // device address of the status block: TPW_STATUS_BYTES of mapped host memory
@@ -137,7 +141,7 @@ __device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& s
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);
         return true;
     }
-    if (now_ns() >= exchange.expiry) {
+    if (now_ns() >= exchange.expiry + (site.wait == TPW_WAIT_HEADER ? 0 : HEADERS_FIRST_NS)) {
         fail(exchange, TPW_CODE_TIMEOUT, site, 0, expected, seen);
         return true;
     }

@@ -35,6 +35,7 @@ from tp_walk.peers import FIRST_BLOCK, RESET_SKIP
 from tp_walk.status import STATUS_BYTES, Wait, WalkCode, WalkStatus
 
 POLLS_PER_LOOK = 8
+HEADERS_FIRST_S = 0.1  # as HEADERS_FIRST_NS of csrc/watch.cuh, for processes that share cores
 OUTER_LIMIT_S = 60.0  # far above every deadline of these tests: a rank that reaches it hangs
 
 _CHAIN_MASK = ((1 << CHAIN_BITS) - 1) << PHASE_BITS
@@ -341,7 +342,7 @@ class Walker:
         if (seen ^ tag) & ~_CHAIN_MASK == 0:
             self._fail(WalkCode.MISMATCH, site, tag, seen)
             return True
-        if time.monotonic() >= self.expiry:
+        if time.monotonic() >= self.expiry + (0.0 if site.wait == Wait.HEADER else HEADERS_FIRST_S):
             self._fail(WalkCode.TIMEOUT, site, tag, seen)
             return True
         return False

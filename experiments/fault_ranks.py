@@ -43,9 +43,13 @@ class Life:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Returns once the others have reported."""
+        """Returns once the others have reported: at their end, or when one asks for it."""
         self.fault()
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def resume_victim(self) -> None:
+        """This rank has reported, and needs the stopped one again."""
+        self._pipe.send(("resume", None))
 
 
 @dataclass
@@ -103,8 +107,8 @@ class Ranks:
             while waiting and time.monotonic() < until:
                 for number in list(waiting):
                     raised += self._hear(number, waiting, run)
-                if waiting == {self._victim} and _is_stopped(self._ranks[self._victim].process.pid):
-                    os.kill(self._ranks[self._victim].process.pid or 0, signal.SIGCONT)
+                if waiting == {self._victim}:
+                    self._resume()
         run.hung = sorted(waiting)
         for number in waiting:
             self._replace(number)
@@ -130,12 +134,20 @@ class Ranks:
         if kind == "fault":
             run.faulted_at = value
             return ""
+        if kind == "resume":
+            self._resume()
+            return ""
         waiting.remove(number)
         if kind == "raised":
             self._replace(number)
             return f"rank {number}: {value}\n"
         run.results[number] = value
         return ""
+
+    def _resume(self) -> None:
+        pid = self._ranks[self._victim].process.pid
+        if _is_stopped(pid):
+            os.kill(pid or 0, signal.SIGCONT)
 
     def _replace(self, number: int) -> None:
         self._ranks[number].end()

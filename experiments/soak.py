@@ -54,10 +54,10 @@ COLUMNS = (
 )
 
 METHOD = (
-    "An exchange is one row's step, agreed on by all ranks: a block of γ steps makes γ for each valid row, of which "
-    "those of one step overlap; steps count each step once. Random batch, γ, valid rows, greedy and sampled, plan, eager and graph replays; "
-    f"every block is compared between ranks, {SAMPLE} of {CHUNK} with the definition. The hops are those of the pair "
-    "self-test, right after. Builds that lack a rule end with the first thing noticed."
+    "An exchange is one row's step, agreed on by all ranks: a block of γ steps makes γ for each valid row. Those of a "
+    "step overlap; steps count each step once. Random batch, γ, valid rows, greedy and sampled, plan, eager and graph "
+    f"replays; every block is compared between ranks, {SAMPLE} of {CHUNK} with the definition. The hops are those of "
+    "the pair self-test, right after. Builds that lack a rule end with the first thing noticed."
 )
 
 

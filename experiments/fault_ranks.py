@@ -57,9 +57,11 @@ class Run:
     """How a case went. faulted_at: seconds on the clock that all processes of a machine share; None if nobody said.
 
     results: by rank, what `live` returned; None for a rank that was lost. hung: those that gave nothing in time.
+    resumes: a rank has asked for the stopped one.
     """
 
     faulted_at: float | None = None
+    resumes: bool = False
     results: list[Any] = field(default_factory=list)
     hung: list[int] = field(default_factory=list)
 
@@ -107,7 +109,7 @@ class Ranks:
             while waiting and time.monotonic() < until:
                 for number in list(waiting):
                     raised += self._hear(number, waiting, run)
-                if waiting == {self._victim}:
+                if waiting == {self._victim} or run.resumes:
                     self._resume()
         run.hung = sorted(waiting)
         for number in waiting:
@@ -135,7 +137,7 @@ class Ranks:
             run.faulted_at = value
             return ""
         if kind == "resume":
-            self._resume()
+            run.resumes = True
             return ""
         waiting.remove(number)
         if kind == "raised":

@@ -6,7 +6,6 @@ The matrix itself is experiments/fault_matrix.py, which also runs it on GPUs.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -108,7 +107,6 @@ def _meets_again(life: Life, case: Any) -> str:
     if life.rank == 1:
         life.stop()
     else:
-        time.sleep(0.5)  # it may not have stopped yet
         life.resume_victim()
     dist.barrier()
     return "met"

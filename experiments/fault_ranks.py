@@ -161,8 +161,11 @@ class Ranks:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:  # killed, and nobody has told yet
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _serve(pipe: Connection, rank: int, prepare: Callable[[int], None]) -> None:

@@ -15,8 +15,9 @@ namespace tpw {
 constexpr u32 POLLS_PER_LOOK = 64;
 
 // How much longer a wait for a slot or a result lasts than one for a header. No rank publishes a result before it has every
-// rank's header, so of a rank that is missing all waits expire at once, and only those for headers name it.
-constexpr u64 HEADERS_FIRST_NS = 1000000;
+// rank's header, so of a rank that is missing all waits expire together, and only those for headers name it. Many looks, and
+// more than the turns of ranks that share a GPU in tests, during which nobody looks.
+constexpr u64 HEADERS_FIRST_NS = 50000000;
 
 struct Exchange {
     char* const* mailboxes;  // [TPW_WORLD_SIZE] every rank's mailbox as seen from this GPU, its own included

@@ -29,8 +29,8 @@ _TEMPERATURES = (0.0, 1.0, 0.7)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cases are lived. device: "cpu" or "cuda" (rank r has GPU r). plan: the one that walks. standby: the one
-    that serves while that has failed and a rank is lost, None where only the definition could.
+    """Where cases are lived. device: "cpu" or "cuda" (ranks take GPUs in turns). plan: the one that walks. standby: the
+    one that serves while that has failed and a rank is lost, None where only the definition could.
     """
 
     device: str
@@ -42,7 +42,9 @@ class Setting:
     standby: str | None = None
 
     def device_of(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ struct __align__(16) RowState {
     uint32_t previous;  // the token before the step
     uint32_t key0, key1, slot, offset;
     float temperature;  // effective: 0 is greedy
-    float inverse_temperature;
+    float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
     uint32_t unused;
 };
 
@@ -258,7 +258,7 @@ __device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, co
             state.slot = static_cast<uint32_t>(noise_slot(p, row));
             state.offset = static_cast<uint32_t>(noise_offset(p, row));
             state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
-            state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : 0.0f;
+            state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : -1.0f;
         }
     }
 }

@@ -40,7 +40,7 @@ struct LaneRequests {
                 const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
                 u_scale[which] = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
                 if constexpr (kSampled) {
-                    inverse_temperature[which] = request < pass.requests ? s.rows[pass.first_row + request].inverse_temperature : 0.0f;
+                    inverse_temperature[which] = request < pass.requests ? s.rows[pass.first_row + request].inverse_temperature : -1.0f;
                     noise[which] = reinterpret_cast<const uint16_t*>(s.noise) + (pass.buffer() * kRequests + request) * staged_rows(p);
                 }
             }
@@ -72,7 +72,7 @@ struct LaneRequests {
                         if constexpr (kKeepsLogits) *reinterpret_cast<Logit*>(base[group][which] + row) = to_logit(values[v]);
                         float score = values[v];
                         if constexpr (kSampled)
-                            score = inverse_temperature[which] > 0.0f ? __fmaf_rn(score, inverse_temperature[which], half_to_float(noise[which][row])) : score;
+                            score = inverse_temperature[which] >= 0.0f ? __fmaf_rn(score, inverse_temperature[which], half_to_float(noise[which][row])) : score;
                         best[group][which].add(score, row, row < cta.rows);
                     }
                 }

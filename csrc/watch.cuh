@@ -14,11 +14,6 @@ namespace tpw {
 // Looking for poison and at the clock costs more than a poll, and a wait that goes well ends within tens of polls.
 constexpr u32 POLLS_PER_LOOK = 64;
 
-// How much longer a wait for a slot or a result lasts than one for a header. No rank publishes a result before it has every
-// rank's header, so of a rank that is missing all waits expire together, and only those for headers name it. Many looks, and
-// more than the turns of ranks that share a GPU in tests, during which nobody looks.
-constexpr u64 HEADERS_FIRST_NS = 50000000;
-
 struct Exchange {
     char* const* mailboxes;  // [TPW_WORLD_SIZE] every rank's mailbox as seen from this GPU, its own included
     char* status;            // device address of the status block: TPW_STATUS_BYTES of mapped host memory
@@ -29,12 +24,24 @@ struct Exchange {
     __device__ __forceinline__ char* mine() const { return mailboxes[rank]; }
 };
 
+// When a rank is missing, who waits for it holds up the others, and all their waits would expire together. The less a wait
+// tells, the longer it lasts, so that the status names who is missing: a header is owed by its rank alone, a result also by
+// ranks that wait for a header, a word of this rank's own by CTAs that wait for a peer. Many looks apart, and more than the
+// turns of ranks that share a GPU in tests, during which nobody looks.
+constexpr u64 GRACE_NS = 50'000'000;
+
 // What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
     u32 wait;
     u32 source;
     u32 step;
     u32 row;
+
+    // After the launch's expiry.
+    __device__ __forceinline__ u64 patience_ns(u32 rank) const {
+        if (wait == TPW_WAIT_SLOT || source == rank) return 2 * GRACE_NS;
+        return wait == TPW_WAIT_HEADER ? 0 : GRACE_NS;
+    }
 };
 
 __device__ __forceinline__ u64 now_ns() {
@@ -142,7 +149,7 @@ __device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& s
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);
         return true;
     }
-    if (now_ns() >= exchange.expiry + (site.wait == TPW_WAIT_HEADER ? 0 : HEADERS_FIRST_NS)) {
+    if (now_ns() >= exchange.expiry + site.patience_ns(exchange.rank)) {
         fail(exchange, TPW_CODE_TIMEOUT, site, 0, expected, seen);
         return true;
     }

@@ -35,7 +35,7 @@ from tp_walk.peers import FIRST_BLOCK, RESET_SKIP
 from tp_walk.status import STATUS_BYTES, Wait, WalkCode, WalkStatus
 
 POLLS_PER_LOOK = 8
-HEADERS_FIRST_S = 0.1  # as HEADERS_FIRST_NS of csrc/watch.cuh, for processes that share cores
+GRACE_S = 0.1  # as GRACE_NS of csrc/watch.cuh, for processes that share cores
 OUTER_LIMIT_S = 60.0  # far above every deadline of these tests: a rank that reaches it hangs
 
 _CHAIN_MASK = ((1 << CHAIN_BITS) - 1) << PHASE_BITS
@@ -342,7 +342,11 @@ class Walker:
         if (seen ^ tag) & ~_CHAIN_MASK == 0:
             self._fail(WalkCode.MISMATCH, site, tag, seen)
             return True
-        if time.monotonic() >= self.expiry + (0.0 if site.wait == Wait.HEADER else HEADERS_FIRST_S):
+        if site.wait == Wait.SLOT or site.source == self.rank:
+            patience_s = 2 * GRACE_S
+        else:
+            patience_s = 0.0 if site.wait == Wait.HEADER else GRACE_S
+        if time.monotonic() >= self.expiry + patience_s:
             self._fail(WalkCode.TIMEOUT, site, tag, seen)
             return True
         return False

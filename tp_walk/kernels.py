@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import itertools
 from dataclasses import dataclass
@@ -151,28 +150,33 @@ def specialisations(
     rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
     """
     found = []
-    for base_fp32, sampled, logits, columns in itertools.product(
-        (False, True), (False, True), ("none", "local"), column_uses(int8, max_batch)
-    ):
+    for base_fp32, sampled, logits in itertools.product((False, True), (False, True), ("none", "local")):
         if base_fp32 and rounding != "none":
             continue
         if rounding == "none" and not base_fp32 and _keeps_logits(sampled, logits):
             continue
-        placement = place(
-            int8=int8,
-            markov_rank=markov_rank,
-            rows=rows,
-            max_batch=max_batch,
-            num_sms=num_sms,
-            shared_limit=shared_limit,
-            sampled=sampled,
-            base_bytes=4 if base_fp32 else 2,
-            rounding=rounding,
-            columns=columns,
-        )
-        layout = MailboxLayout(world_size, max_batch, placement.grid)
-        macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
-        found.append(Specialisation(base_fp32, sampled, logits, columns, placement, macros))
+        for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch))):
+            assert columns is not None
+            try:
+                placement = place(
+                    int8=int8,
+                    markov_rank=markov_rank,
+                    rows=rows,
+                    max_batch=max_batch,
+                    num_sms=num_sms,
+                    shared_limit=shared_limit,
+                    sampled=sampled,
+                    base_bytes=4 if base_fp32 else 2,
+                    rounding=rounding,
+                    columns=columns,
+                )
+            except PlanUnavailableError:
+                if smaller is None:
+                    raise
+                break  # no room to stage so many requests at once: large batches take more passes
+            layout = MailboxLayout(world_size, max_batch, placement.grid)
+            macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
+            found.append(Specialisation(base_fp32, sampled, logits, columns, placement, macros))
     return found
 
 
@@ -299,8 +303,6 @@ class KernelExecutor:
         )
         # The placements differ in what they stage, not in where a row of W2 is found.
         self._placement = self._specialisations[0].placement
-        self._columns = column_uses(self.int8, context.max_batch)
-        self._fits = [requests_of(self.int8, use) for use in self._columns]
         self._layout = MailboxLayout(world_size, context.max_batch, self._placement.grid)
         self._mailboxes = (
             PeerMailboxes(context.group, self._layout, context.device)
@@ -329,12 +331,12 @@ class KernelExecutor:
         self._plan_code = PLAN_NAMES.index(self.name)
         self._order = launch_order(context.device)
         # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
-        self._launches = {
-            (one.base_fp32, one.sampled, one.logits, one.columns): _Launch(
-                jit.compile_kernel("walk.cu", "walk", one.macros), one.placement, num_sms
-            )
-            for one in self._specialisations
-        }
+        # By what a walk asks for, those for small batches first.
+        self._launches: dict[tuple[bool, bool, str], list[_Launch]] = {}
+        for one in self._specialisations:
+            kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
+            launch = _Launch(kernel, one.placement, num_sms)
+            self._launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append(launch)
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         """This rank's rows of W2 on the device, as the plan holds them, and their scales."""
@@ -370,7 +372,8 @@ class KernelExecutor:
             if inputs.temperatures is not None:
                 given = inputs.temperatures[:, None, None]
                 temperatures = torch.where(given > 0, given.clamp_min(1e-5), 1.0)
-            lse = torch.logsumexp(torch.nn.functional.pad(own.float(), (0, 1), value=-torch.inf) / temperatures, -1)
+            # An empty shard's sum is that of the padding, whose quotient with an infinite temperature would be NaN.
+            lse = torch.logsumexp(torch.nn.functional.pad(own.float() / temperatures, (0, 1), value=-torch.inf), -1)
             if self._world_size > 1:
                 lse = torch.logsumexp(context.group.all_gather(lse, timeout_s), 0)
             valid = stored_rows(inputs._replace(logits_rows="all"))
@@ -386,8 +389,8 @@ class KernelExecutor:
         if self._context.rounding == "none" and _keeps_logits(sampled, inputs.logits):
             base = base.float()
         logits = "none" if inputs.logits == "none" else "local"
-        columns = self._columns[bisect.bisect_left(self._fits, base.shape[0], hi=len(self._fits) - 1)]
-        launch = self._launches[base.dtype == torch.float32, sampled, logits, columns]
+        launches = self._launches[base.dtype == torch.float32, sampled, logits]
+        launch = next((one for one in launches if one.placement.requests >= base.shape[0]), launches[-1])
         placement = launch.placement
         p = self._params
         p.tiles_per_cta = placement.tiles_per_cta

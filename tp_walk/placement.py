@@ -64,6 +64,11 @@ class Placement:
     shared_bytes: int
 
     @property
+    def requests(self) -> int:
+        """Requests that a pass multiplies."""
+        return requests_of(self.int8, self.columns)
+
+    @property
     def k_steps(self) -> int:
         """MMAs that a row's dot product takes."""
         return self.markov_rank // (32 if self.int8 else 16)

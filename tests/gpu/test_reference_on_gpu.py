@@ -55,7 +55,7 @@ def test_a_graph_replays_with_fresh_noise_and_new_arguments() -> None:
             at = noise.offset.clone()
             before = captured.tokens.clone()
             graph.replay()
-            eager = walk(tp_walk.Noise(noise.key, at, noise.rows))
+            eager = walk(tp_walk.Noise(noise.key, at.clone(), noise.rows))  # which advances an offset of its own
             live = int(valid)
             assert torch.equal(captured.tokens[:live], eager.tokens[:live])
             assert torch.equal(captured.logits[:live], eager.logits[:live])

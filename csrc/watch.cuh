@@ -26,9 +26,9 @@ struct Exchange {
 
 // When a rank is missing, who waits for it holds up the others, and all their waits would expire together. The less a wait
 // tells, the longer it lasts, so that the status names who is missing: a header is owed by its rank alone, a result also by
-// ranks that wait for a header, a word of this rank's own by CTAs that wait for a peer. Many looks apart, and more than the
+// ranks (this one too) that wait for a header, a slot also by CTAs that wait for a result. Many looks apart, and more than the
 // turns of ranks that share a GPU in tests, during which nobody looks.
-constexpr u64 GRACE_NS = 50'000'000;
+constexpr u32 GRACE_NS = 50'000'000;
 
 // What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
@@ -38,9 +38,8 @@ struct Site {
     u32 row;
 
     // After the launch's expiry.
-    __device__ __forceinline__ u64 patience_ns(u32 rank) const {
-        if (wait == TPW_WAIT_SLOT || source == rank) return 2 * GRACE_NS;
-        return wait == TPW_WAIT_HEADER ? 0 : GRACE_NS;
+    __device__ __forceinline__ u32 patience_ns() const {
+        return wait == TPW_WAIT_HEADER ? 0 : wait == TPW_WAIT_RESULT ? GRACE_NS : 2 * GRACE_NS;
     }
 };
 
@@ -149,7 +148,7 @@ __device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& s
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);
         return true;
     }
-    if (now_ns() >= exchange.expiry + site.patience_ns(exchange.rank)) {
+    if (now_ns() >= exchange.expiry + site.patience_ns()) {
         fail(exchange, TPW_CODE_TIMEOUT, site, 0, expected, seen);
         return true;
     }

@@ -342,10 +342,7 @@ class Walker:
         if (seen ^ tag) & ~_CHAIN_MASK == 0:
             self._fail(WalkCode.MISMATCH, site, tag, seen)
             return True
-        if site.wait == Wait.SLOT or site.source == self.rank:
-            patience_s = 2 * GRACE_S
-        else:
-            patience_s = 0.0 if site.wait == Wait.HEADER else GRACE_S
+        patience_s = {Wait.HEADER: 0.0, Wait.RESULT: GRACE_S, Wait.SLOT: 2 * GRACE_S}[Wait(site.wait)]
         if time.monotonic() >= self.expiry + patience_s:
             self._fail(WalkCode.TIMEOUT, site, tag, seen)
             return True

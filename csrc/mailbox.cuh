@@ -28,8 +28,11 @@
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
-//   - the warp of a CTA that reads a row's results or posts of step k is the one that stores the row's slot or post of k+1;
-//   - who publishes to peers (an aggregator, or every CTA that posts) stores nothing of a block before it has seen and compared every peer's header of that block;
+//   - the warp of a CTA that reads a row's results of step k is the one that stores the row's slot of k+1. The posts of k are
+//     read by all service warps of a CTA, which meet before one of them posts k+1;
+//   - who publishes to peers (an aggregator, or every CTA that posts) stores nothing of a block before its CTA has seen and
+//     compared every peer's header of that block (one warp does; the others follow it through the barriers of the first
+//     pass, which none has keys of before);
 //   - launches of one rank don't overlap: no word is touched before the launch before is complete (stream order, or
 //     griddepcontrol.wait under programmatic dependent launch);
 //   - a GPU names a location by one address: its own mailbox by its own pointer, never through an IPC mapping.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tp_walk import jit
-from tp_walk.config import LogitsRows, Rounding
+from tp_walk.config import LogitsRows, Rounding, settings
 from tp_walk.errors import KernelError, PlanUnavailableError
 from tp_walk.launch_order import launch_order
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
@@ -294,6 +294,7 @@ class KernelExecutor:
                 f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability "
                 f"{properties.major}.{properties.minor}"
             )
+        num_sms = properties.multi_processor_count // settings().test_ranks_per_gpu
         self._world_size = world_size
         self._shard_width = shard_width
         self._specialisations = specialisations(
@@ -303,7 +304,7 @@ class KernelExecutor:
             world_size=world_size,
             max_batch=context.max_batch,
             rounding=context.rounding,
-            num_sms=properties.multi_processor_count,
+            num_sms=num_sms,
             shared_limit=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         )
         # The placements differ in what they stage, not in where a row of W2 is found.
@@ -340,7 +341,7 @@ class KernelExecutor:
         self._launches: dict[tuple[bool, bool, str], list[_Launch]] = {}
         for one in self._specialisations:
             kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
-            launch = _Launch(kernel, one.placement, properties.multi_processor_count)
+            launch = _Launch(kernel, one.placement, num_sms)
             self._launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append(launch)
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, outcome
 from walk_lab import MAX_BATCH, PLANS, QWEN3, SMALL, WORLDS, Lab, assert_same, definition, here, lab
 
 from tp_walk import Noise, WalkOutput
+from tp_walk.errors import WalkOverlap
 from tp_walk.peer_memory import cuda_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -283,3 +284,34 @@ def _walks_on_many_streams(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_walks_on_several_streams_wait_for_each_other(ranks: RankPool, world: int) -> None:
     ranks(_walks_on_many_streams, world)
+
+
+def _two_graphs_at_once() -> None:
+    """So few CTAs that both graphs' kernels find room at once. Nothing orders graphs on two streams, so one is refused;
+    either's tokens are right or its anchors.
+    """
+    here_is = lab("exact", 500, 1)
+    anchors = here_is.inputs.anchors
+    graphs = [Captured(here_is, 64, 16, "tp_bf16", False) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    error = None
+    for _ in range(100):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay(anchors, 0)
+        torch.cuda.synchronize()
+        if error := outcome(here_is.runtime.check):
+            break
+    assert isinstance(error, WalkOverlap), f"100 pairs of replays at once, and no overlap: {error!r}"
+    right, anchored = graphs[0].right(anchors, 0), anchors[:, None].expand(-1, 16)
+    for graph in graphs:
+        assert torch.equal(graph.tokens, right) or torch.equal(graph.tokens, anchored)
+    here_is.runtime.reset()
+    for graph in graphs:
+        graph.replay(anchors, 0)
+        assert_same(graph.tokens, right, "one after another, after the reset")
+    here_is.runtime.check()
+
+
+def test_two_graphs_at_once_are_an_overlap(ranks: RankPool) -> None:
+    ranks(_two_graphs_at_once)

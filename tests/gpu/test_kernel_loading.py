@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from walk_lab import SMALL
 
-from tp_walk import jit
-from tp_walk.errors import KernelError
+from tp_walk import jit, kernels
+from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.placement import Placement
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -78,3 +81,43 @@ def test_the_driver_counts_registers_as_the_cubin_does(fill: jit.CompiledKernel)
     ):
         status, value = driver.cuFuncGetAttribute(name, function)
         assert (status, value) == (driver.CUresult.CUDA_SUCCESS, expected)
+
+
+# ---- grids that can't be co-resident ---------------------------------------------------------------------------------
+
+
+def crowded_walk() -> tuple[jit.CompiledKernel, Placement, int]:
+    """A walk kernel, a placement with ten CTAs an SM, of which there is room for one, and the number of SMs."""
+    torch.cuda.set_device(0)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    (one, *_) = kernels.specialisations(
+        int8=True,
+        markov_rank=256,
+        rows=SMALL,
+        world_size=1,
+        max_batch=4,
+        rounding="engine",
+        num_sms=num_sms,
+        shared_limit=optin_bytes(),
+    )
+    kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
+    return kernel, replace(one.placement, grid=10 * num_sms), num_sms
+
+
+def test_a_grid_that_cannot_be_co_resident_is_refused_at_set_up() -> None:
+    kernel, placement, num_sms = crowded_walk()
+    with pytest.raises(
+        PlanUnavailableError, match=f"{10 * num_sms} CTAs wait for each other, .* holds only {num_sms} "
+    ):
+        kernels._Launch(kernel, placement, num_sms)
+
+
+def test_its_launch_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_check_co_resident", lambda *arguments: None)
+    kernel, placement, num_sms = crowded_walk()
+    launch = kernels._Launch(kernel, placement, num_sms)
+    params = kernels.WalkParams()
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    with pytest.raises(KernelError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        launch(ctypes.addressof(arguments), torch.cuda.current_stream().cuda_stream)
+    assert torch.ones(3, device="cuda").sum().item() == 3.0, "the context lives on"

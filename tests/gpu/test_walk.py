@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 # ---- golden cases ----------------------------------------------------------------------------------------------------
 
 
-def _golden_faults(folder: Path, plan: str, layout: str, world: int) -> dict[str, str]:
+def golden_faults(folder: Path, plan: str, layout: str, world: int) -> dict[str, str]:
     rank, ranks, device = here()
     check = load_check(folder)
     arguments = SimpleNamespace(plan=plan, layout=layout, tokens_only=False)
@@ -55,7 +55,7 @@ def _golden_faults(folder: Path, plan: str, layout: str, world: int) -> dict[str
 @pytest.mark.parametrize("layout", ["full", "sharded"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_golden_cases(ranks: RankPool, cases_dir: Path, world: int, layout: str, plan: str) -> None:
-    assert ranks(_golden_faults, cases_dir, plan, layout, world) == [{}] * len(ranks.processes)
+    assert ranks(golden_faults, cases_dir, plan, layout, world) == [{}] * len(ranks.processes)
 
 
 # ---- exact weights ---------------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ struct WalkParams {
     int32_t gamma;
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
+    int32_t shares;              // ranks that the batch is split over; 1: this one walks all of it
+    int32_t is_opened;           // a launch of this block came before, csrc/spread.cu: it has compared headers
 };
 
 static_assert(sizeof(WalkParams) == TPW_PARAMS_BYTES, "host and device have the same fields");

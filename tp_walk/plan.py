@@ -162,8 +162,9 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
 # WalkGroup.stage or .vote, frees what it took before it raises, and so returns on all ranks or on none: only then may
 # its executor's close() talk to them.
 EXECUTORS: dict[str, ExecutorFactory] = {
-    "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
-    "int8": _lazy("tp_walk.kernels", "Int8Executor"),
+    "tp_bf16": _lazy("tp_walk.executors", "TpBf16Executor"),
+    "int8": _lazy("tp_walk.int8_executors", "Int8Executor"),
+    "int8_split": _lazy("tp_walk.int8_executors", "Int8SplitExecutor"),
     "reference": _lazy("tp_walk.reference", "reference"),
     "reference_int8": _lazy("tp_walk.reference", "reference_int8"),
 }

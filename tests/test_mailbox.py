@@ -44,6 +44,8 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
     words += [layout.header_word(b, source, w) for b, source, w in product((6, 7), sources, range(HEADER_WORDS))]
     rows = range(layout.max_batch)
     words += [layout.result_word(b, k, row, source) for b, k, row, source in product((6, 7), (2, 5), rows, sources)]
+    words += [layout.arrival_word(source, cta) for source, cta in product(sources, range(MAX_CTAS))]
+    words += [layout.token_word(row, step) for row, step in product(rows, range(MAX_GAMMA))]
     words += [layout.slot_word(row, cta) for row, cta in product(rows, range(MAX_CTAS))]
     assert all(word % WORD_BYTES == 0 for word in words)
     assert len(set(words)) == len(words)
@@ -54,6 +56,7 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
 def test_writers_of_different_kinds_share_no_line() -> None:
     layout = MailboxLayout(3, 64, 132)
     starts = [layout.poison_offset, layout.headers_offset, layout.results_offset, layout.slots_offset]
+    starts += [layout.arrivals_offset, layout.tokens_offset, layout.arrival_word(1, 3)]
     assert all(start % LINE_BYTES == 0 for start in starts)
     own = [layout.block_offset, layout.first_block_offset, layout.last_tokens_offset]
     assert max(*own, layout.claim_offset, layout.in_flight_offset) < LINE_BYTES

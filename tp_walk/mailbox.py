@@ -145,9 +145,9 @@ class MailboxLayout:
         poison       [source rank]                              words written by peers, sticky until reset
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
-        slots        [row][CTA]                                 words of this rank alone
         arrivals     [source rank][CTA]                         words written by peers
         tokens       [row of the batch][step]                   words written by peers
+        slots        [row][CTA]                                 words of this rank alone
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -172,13 +172,13 @@ class MailboxLayout:
     results_block_stride: int = field(init=False)
     results_step_stride: int = field(init=False)
     results_row_stride: int = field(init=False)
-    slots_offset: int = field(init=False)
-    slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     arrivals_offset: int = field(init=False)
     arrivals_source_stride: int = field(init=False, default=MAX_CTAS * LINE_BYTES)
     arrivals_cta_stride: int = field(init=False, default=LINE_BYTES)
     tokens_offset: int = field(init=False)
     tokens_row_stride: int = field(init=False, default=MAX_GAMMA * WORD_BYTES)
+    slots_offset: int = field(init=False)
+    slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,10 +201,10 @@ class MailboxLayout:
         results_row = derive("results_row_stride", LINE_BYTES)
         results_step = derive("results_step_stride", rows * results_row)
         results_block = derive("results_block_stride", 2 * results_step)
-        slots = derive("slots_offset", results + 2 * results_block)
-        arrivals = derive("arrivals_offset", slots + rows * self.slots_row_stride)
+        arrivals = derive("arrivals_offset", results + 2 * results_block)
         tokens = derive("tokens_offset", arrivals + self.world_size * self.arrivals_source_stride)
-        derive("num_bytes", tokens + rows * self.tokens_row_stride)
+        slots = derive("slots_offset", tokens + rows * self.tokens_row_stride)
+        derive("num_bytes", slots + rows * self.slots_row_stride)
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""
@@ -221,14 +221,14 @@ class MailboxLayout:
         parities = (block & 1) * self.results_block_stride + (step & 1) * self.results_step_stride
         return self.results_offset + parities + row * self.results_row_stride + source * WORD_BYTES
 
-    def slot_word(self, row: int, cta: int) -> int:
-        return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
-
     def arrival_word(self, source: int, cta: int) -> int:
         return self.arrivals_offset + source * self.arrivals_source_stride + cta * self.arrivals_cta_stride
 
     def token_word(self, row: int, step: int) -> int:
         return self.tokens_offset + row * self.tokens_row_stride + step * WORD_BYTES
+
+    def slot_word(self, row: int, cta: int) -> int:
+        return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
 
     def defines(self) -> dict[str, int]:
         """The macros that csrc/mailbox.cuh is compiled with: no function of num_ctas, nor of max_batch up to 64."""

@@ -71,9 +71,9 @@ def jobs(
         if not wanted:
             raise PlanUnavailableError(f"no kernel at world size {world_size}: {'; '.join(dict.fromkeys(refusals))}")
         if world_size > 1:
+            wanted += _spread_jobs(world_size, max_batch, roundings)
             macros = tuple(pair_test.macros().items())
             wanted.append(Job(f"self-test of {world_size} ranks", "pair_test.cu", "pair_test", macros))
-            wanted += _spread_jobs(world_size, max_batch, roundings)
         for job in wanted:
             found.setdefault((job.source, job.macros), job)
     return list(found.values())
@@ -94,7 +94,7 @@ def _compile(job: Job, arch: str) -> None:
 
 
 def _spread_jobs(world_size: int, max_batch: int, roundings: Sequence[Rounding]) -> Iterator[Job]:
-    for dtype in {dtype for rounding in roundings for dtype in spread.base_dtypes(rounding)}:
+    for dtype in dict.fromkeys(dtype for rounding in roundings for dtype in spread.base_dtypes(rounding)):
         base_fp32 = dtype.itemsize == 4
         macros = spread.spread_macros(world_size, max_batch, base_fp32=base_fp32)
         purpose = f"int8 and int8_split on {world_size}: exchange of {'fp32' if base_fp32 else 'bf16'} base"

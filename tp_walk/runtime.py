@@ -175,7 +175,8 @@ class WalkRuntime:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
         inputs = self._inputs(base_logits, anchors, temperatures, noise, logits, logits_rows, num_valid, out, lse)
         batch, gamma = inputs.tokens.shape
-        chosen = self._plan(plan, batch, gamma, temperatures is not None, "full" if inputs.base_is_full else "sharded")
+        layout: Layout = "full" if inputs.base_is_full else "sharded"
+        chosen = self._plan(plan, batch, gamma, temperatures is not None, layout, reports=lse or logits != "none")
         if batch:
             self._executor(chosen.name).walk(inputs)
             self._walks[chosen.name] = self._walks.get(chosen.name, 0) + 1
@@ -404,13 +405,16 @@ class WalkRuntime:
             return "takes its memory at its first walk"
         return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
 
-    def _plan(self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool, layout: Layout) -> Plan:
+    def _plan(
+        self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool, layout: Layout, reports: bool = False
+    ) -> Plan:
         if self._forced is not None:
             return self._forced
         if isinstance(plan, Plan):
             return plan
         if plan is None:
-            return self._selector(batch, gamma, sampled, layout)
+            selector = self._selector.reporting if reports else self._selector
+            return selector(batch, gamma, sampled, layout)
         if plan not in self._named:
             raise WalkInputError(f"plan is {plan!r}; it must be a Plan, None or one of {', '.join(PLAN_NAMES)}")
         return self._named[plan]

@@ -22,7 +22,7 @@ PIECE_BYTES = 16
 
 
 class SpreadParams(ctypes.Structure):
-    """Field for field `tpw::SpreadParams` of csrc/spread.cu, which says what each one means."""
+    """Field for field `tpw::SpreadParams` of csrc/copy_rows.cuh, which says what each one means."""
 
     _fields_ = [
         ("buffers", ctypes.c_void_p * MAX_WORLD_SIZE),

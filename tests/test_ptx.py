@@ -41,7 +41,7 @@ REGIONS = {
     LAYOUT.tokens_offset: "tokens",
 }
 
-# By region, the instructions that the argument in mailbox.cuh allows a kernel, and needs: each must occur, and no other.
+# By region, the instructions that the argument in mailbox.cuh allows a kernel and needs: each must occur, and no other.
 EVERY_KERNEL = {
     "own numbers": OWN_NUMBER,
     "claim": {"atom.global.exch.b32"},

@@ -1,10 +1,10 @@
-"""Every interleaving of a small case of csrc/spread.cu and the walks that follow: whole rows are whole when they are read,
+"""Every interleaving of a small case of csrc/spread.cu and the walks that follow: rows are whole when they are read,
 aren't overwritten before, and nobody waits for ever.
 
-The model has 2 ranks of 2 CTAs and 3 blocks. Unlike the words of test_protocol_model.py, base logits carry no tag: a walk
-takes what it finds. A store becomes visible at any time after it is issued, but in the order of the stores to its place,
-and if it is released after all that its CTA has stored before. Headers lie in one place here, whatever the block: stricter
-than the mailboxes. `Variant` takes a rule away; the search must then find what the rule is there for.
+The model has 2 ranks of 2 CTAs and up to 3 blocks. Unlike the words of test_protocol_model.py, base logits carry no
+tag: a walk takes what it finds. A store becomes visible at any time after it is issued, but in the order of the stores
+to its place, and if it is released after all that its CTA has stored before. Headers lie in one place here, whatever
+the block: stricter than the mailboxes. `Variant` takes a rule away; the search must then find what it is there for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 RANKS = CTAS = 2
 
-# "spread": sharded base logits. "headers": whole ones, of int8_split, whose tokens are exchanged. "alone": whole ones, of int8.
+# Of a block. "spread": sharded base logits; "headers": whole ones of int8_split; "alone": whole ones of int8.
 Kind = Literal["spread", "headers", "alone"]
 Place = tuple[object, ...]
 
@@ -39,7 +39,7 @@ class Variant:
     header_first: bool = True
 
 
-# What a CTA does next. Words of a Store become visible each for itself; those of an Await are waited for by a thread each.
+# What a CTA does next. The words of a Store become visible one by one; each of an Await has a thread of its own.
 @dataclass(frozen=True)
 class Store:
     places: tuple[Place, ...]

@@ -114,7 +114,7 @@ struct WalkExchange {
         for (u32 polls = 1;; ++polls) {
             if (active) word = load_word<Scope::sys>(result);
             if (__all_sync(kFullWarp, word.tag == tag)) break;
-            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, kAgreeingRanks == 1 ? p.rank : source, u32(step), u32(row)}, tag, word.tag)) return false;
         }
         key = word.key;
 #pragma unroll

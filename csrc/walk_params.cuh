@@ -50,7 +50,7 @@ struct WalkParams {
     int64_t logits_stride_row;
     int64_t logits_stride_step;
     const int32_t* num_valid;    // null: all rows
-    uint64_t launch_fields;      // what all ranks must agree on, packed by kernels.pack_launch_fields
+    uint64_t launch_fields;      // what all ranks must agree on, packed by mailbox.pack_header
     int32_t batch;
     int32_t gamma;
     int32_t anchors_are_int32;

@@ -1,4 +1,4 @@
-"""The host half of csrc/walk.cu: what a launch is given, the specialisations, and the plans that run them."""
+"""The host half of csrc/walk.cu: what a launch is given, and the specialisations."""
 
 from __future__ import annotations
 

@@ -25,6 +25,13 @@
 //                                   a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
 //                                   even when no row is valid), and a peer stores that after its launch n is complete.
 //                                   Results and posts are protected twice: by this, and by their writers' wait for headers
+// Where every rank holds all of W2 (int8, int8_split), ranks don't agree on each step; a block then is either one rank's
+// affair, or begins with csrc/spread.cu, every CTA of which waits for all ranks' headers before it sends anything:
+//   header n -> m   a rank sends m after its spread n is complete, so after the arrivals n of every peer's CTAs, each of
+//                   which had seen all headers of n
+//   arrival n -> m, token n -> m   same place, the next spread block. A rank sends them once it has seen the destination's
+//                   header m, which that stores after its launches of n are complete
+// What an arrival announces lies elsewhere: those words alone are released and acquired; csrc/spread.cu has that argument.
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
@@ -142,6 +149,14 @@ __device__ constexpr u32 post_offset(u64 block, u32 step, u32 copy, u32 word) {
            word * TPW_WORD_BYTES;
 }
 
+__device__ constexpr u32 arrival_offset(u32 source, u32 cta) {
+    return TPW_ARRIVALS_OFFSET + source * TPW_ARRIVALS_SOURCE_STRIDE + cta * TPW_ARRIVALS_CTA_STRIDE;
+}
+
+__device__ constexpr u32 token_offset(u32 row, u32 step) {
+    return TPW_TOKENS_OFFSET + row * TPW_TOKENS_ROW_STRIDE + step * TPW_WORD_BYTES;
+}
+
 __device__ __forceinline__ char* poison_word(char* mailbox, u32 source) { return mailbox + poison_offset(source); }
 
 __device__ __forceinline__ char* header_word(char* mailbox, u64 block, u32 source, u32 word) {
@@ -157,6 +172,12 @@ __device__ __forceinline__ char* slot_word(char* mailbox, u32 row, u32 cta) { re
 __device__ __forceinline__ char* post_word(char* mailbox, u64 block, u32 step, u32 copy, u32 word) {
     return mailbox + post_offset(block, step, copy, word);
 }
+
+__device__ __forceinline__ char* arrival_word(char* mailbox, u32 source, u32 cta) {
+    return mailbox + arrival_offset(source, cta);
+}
+
+__device__ __forceinline__ char* token_word(char* mailbox, u32 row, u32 step) { return mailbox + token_offset(row, step); }
 
 // ---- header fields ---------------------------------------------------------------------------------------------------
 

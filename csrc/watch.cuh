@@ -39,7 +39,7 @@ struct Site {
 
     // After the launch's expiry.
     __device__ __forceinline__ u32 patience_ns() const {
-        return wait == TPW_WAIT_HEADER ? 0 : wait == TPW_WAIT_RESULT ? GRACE_NS : 2 * GRACE_NS;
+        return wait == TPW_WAIT_HEADER ? 0 : wait == TPW_WAIT_SLOT ? 2 * GRACE_NS : GRACE_NS;
     }
 };
 

@@ -27,7 +27,7 @@ PRODUCTS = ("mul", "shl", "mad")
 
 @dataclass(frozen=True)
 class Access:
-    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of."""
+    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of. Or a fence."""
 
     opcode: str
     pointer: str
@@ -75,6 +75,8 @@ def accesses(ptx: str, entry: str, pointers: Mapping[int, str]) -> list[Access]:
             for address in re.findall(r"\[([^\]]+)\]", operands):
                 named = {pair for pair in _evaluate(address, values) if pair[0] not in (None, PARAMETER)}
                 found += [Access(opcode, str(pointer), offset) for pointer, offset in sorted(named)]
+        elif opcode.startswith("fence."):
+            found.append(Access(opcode, "", 0))
     return found
 
 

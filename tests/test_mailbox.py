@@ -44,6 +44,8 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
     words += [layout.header_word(b, source, w) for b, source, w in product((6, 7), sources, range(HEADER_WORDS))]
     rows = range(layout.max_batch)
     words += [layout.result_word(b, k, row, source) for b, k, row, source in product((6, 7), (2, 5), rows, sources)]
+    words += [layout.arrival_word(source, cta) for source, cta in product(sources, range(MAX_CTAS))]
+    words += [layout.token_word(row, step) for row, step in product(rows, range(MAX_GAMMA))]
     words += [layout.slot_word(row, cta) for row, cta in product(rows, range(MAX_CTAS))]
     assert all(word % WORD_BYTES == 0 for word in words)
     assert len(set(words)) == len(words)
@@ -54,6 +56,7 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
 def test_writers_of_different_kinds_share_no_line() -> None:
     layout = MailboxLayout(3, 64, 132)
     starts = [layout.poison_offset, layout.headers_offset, layout.results_offset, layout.slots_offset]
+    starts += [layout.arrivals_offset, layout.tokens_offset, layout.arrival_word(1, 3)]
     assert all(start % LINE_BYTES == 0 for start in starts)
     own = [layout.block_offset, layout.first_block_offset, layout.last_tokens_offset]
     assert max(*own, layout.claim_offset, layout.in_flight_offset) < LINE_BYTES
@@ -191,6 +194,13 @@ def test_a_mismatch_names_the_field_and_both_values() -> None:
     assert "ranks 0 and 1 were given different gamma: 7 and 16" in str(error)
 
 
+@pytest.mark.parametrize(("wait", "part"), [(Wait.ARRIVAL, "base logits of rank 1"), (Wait.TOKEN, "token of rank 1")])
+def test_a_wait_for_what_a_split_block_exchanges_says_so(wait: Wait, part: str) -> None:
+    error = WalkStatus(code=WalkCode.TIMEOUT, origin=0, wait=wait, source=1, step=2, row=3).error(rank=0)
+    assert isinstance(error, WalkTimeout)
+    assert f"rank 0 waited past its deadline for the {part}" in str(error)
+
+
 def test_divergence_is_a_mismatch_of_tokens() -> None:
     status = WalkStatus(code=WalkCode.MISMATCH, wait=Wait.RESULT, source=1, step=2, row=3)
     assert isinstance(status.error(rank=0), WalkMismatch)
@@ -228,6 +238,8 @@ def assertions(layout: MailboxLayout) -> str:
         for step, row in ((0, 0), (5, layout.max_batch - 1)):
             equal[f"result_offset({block}ull, {step}, {row}, {top})"] = layout.result_word(block, step, row, top)
             equal[f"slot_offset({row}, {step})"] = layout.slot_word(row, step)
+            equal[f"token_offset({row}, {step})"] = layout.token_word(row, step)
+            equal[f"arrival_offset({top}, {row})"] = layout.arrival_word(top, row)
         for step, token in ((0, 0), (63, 151_935), (7, 2**32 - 1)):
             equal[f"step_tag({block}ull, {step}, {token}u)"] = step_tag(block, step, token)
     # As `ordered` leaves it to `ordered_bits`: no -0, and one NaN. That an addition of +0 sees to it, only a GPU shows.
@@ -259,6 +271,8 @@ def test_csrc_computes_the_same(layout: MailboxLayout) -> None:
         "TPW_RESULTS_STEP_STRIDE",
         "TPW_RESULTS_OFFSET",
         "TPW_SLOTS_ROW_STRIDE",
+        "TPW_ARRIVALS_CTA_STRIDE",
+        "TPW_TOKENS_ROW_STRIDE",
         "TPW_HEADERS_SOURCE_STRIDE",
         "TPW_POISON_OFFSET",
         "TPW_HEADER_PHASE",

@@ -6,6 +6,8 @@ mutations of the source show that a weaker access is found.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from ptx_access import Access, accesses, compile_to_ptx
 
-from tp_walk import jit, kernels, pair_test, timing
+from tp_walk import jit, kernels, pair_test, spread, timing
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.status import STATUS_FIELDS
 
@@ -21,22 +23,43 @@ LAYOUT = MailboxLayout(world_size=2, max_batch=64, num_ctas=132)
 
 SYS_WORD = {"ld.relaxed.sys.global.b128", "st.relaxed.sys.global.b128"}
 GPU_WORD = {"ld.relaxed.gpu.global.b128", "st.relaxed.gpu.global.b128"}
+FENCE = "fence.acq_rel.sys"
+# Of csrc/spread.cu, in the order of its text; the first stores are those of a rank into its own buffer.
+TRANSFER = ["store", "fence", "st headers", "ld headers", "fence"]
+TRANSFER += ["store", "fence", "st arrivals", "ld arrivals", "fence"]
 OWN_NUMBER = {"ld.relaxed.gpu.global.u64", "st.relaxed.gpu.global.u64"}
 
-# region -> its first byte, and the instructions that the argument in mailbox.cuh allows (and needs: each must occur).
-REGIONS: dict[str, tuple[int, set[str]]] = {
-    "own numbers": (LAYOUT.block_offset, OWN_NUMBER),
-    "claim": (LAYOUT.claim_offset, {"atom.global.exch.b32"}),
-    "in flight": (LAYOUT.in_flight_offset, {"atom.global.exch.b32"}),
-    "poison": (LAYOUT.poison_offset, SYS_WORD),
-    "headers": (LAYOUT.headers_offset, SYS_WORD),
-    "results": (LAYOUT.results_offset, SYS_WORD),
-    "slots": (LAYOUT.slots_offset, GPU_WORD),
+REGIONS = {
+    LAYOUT.block_offset: "own numbers",
+    LAYOUT.claim_offset: "claim",
+    LAYOUT.in_flight_offset: "in flight",
+    LAYOUT.poison_offset: "poison",
+    LAYOUT.headers_offset: "headers",
+    LAYOUT.results_offset: "results",
+    LAYOUT.slots_offset: "slots",
+    LAYOUT.arrivals_offset: "arrivals",
+    LAYOUT.tokens_offset: "tokens",
+}
+
+# By region, the instructions that the argument in mailbox.cuh allows a kernel and needs: each must occur, and no other.
+EVERY_KERNEL = {
+    "own numbers": OWN_NUMBER,
+    "claim": {"atom.global.exch.b32"},
+    "in flight": {"atom.global.exch.b32"},
+    "poison": SYS_WORD,
+}
+WALK = EVERY_KERNEL | {"headers": SYS_WORD, "results": SYS_WORD, "slots": GPU_WORD}
+# Where every rank holds all of W2, ranks agree on nothing at a step, and csrc/spread.cu compares headers.
+INT8_WALK = EVERY_KERNEL | {"results": SYS_WORD, "slots": GPU_WORD, "tokens": SYS_WORD}
+SPREAD = EVERY_KERNEL | {
+    "own numbers": {"ld.relaxed.gpu.global.u64"},
+    "headers": SYS_WORD,
+    "arrivals": SYS_WORD,
 }
 
 
 def region_of(offset: int) -> str:
-    return max((start, name) for name, (start, _) in REGIONS.items() if start <= offset)[1]
+    return REGIONS[max(start for start in REGIONS if start <= offset)]
 
 
 def walk_macros(
@@ -66,17 +89,44 @@ def walk_pointers() -> dict[int, str]:
     return mailboxes | {kernels.WalkParams.status.offset: "status"}
 
 
-def mailbox_faults(found: list[Access]) -> list[str]:
+def spread_pointers() -> dict[int, str]:
+    """Of csrc/spread.cu's two parameters, one behind the other."""
+    start, size = ctypes.sizeof(kernels.WalkParams), spread.SpreadParams.buffers.size
+    return walk_pointers() | {start + 8 * rank: "buffers" for rank in range(size // 8)}
+
+
+def mailbox_faults(found: list[Access], allowed: dict[str, set[str]]) -> list[str]:
     """What breaks the argument, in words."""
-    faults, seen = [], {name: set() for name in REGIONS}
+    faults, seen = [], {name: set() for name in REGIONS.values()}
     for access in found:
         if access.pointer == "mailboxes":
             region = region_of(access.offset)
             seen[region].add(access.opcode)
-            if access.opcode not in REGIONS[region][1]:
+            if access.opcode not in allowed.get(region, ()):
                 faults.append(f"{access.opcode} of {region}")
-    for region, (_, allowed) in REGIONS.items():
-        faults += [f"no {opcode} of {region}" for opcode in sorted(allowed - seen[region])]
+    for region, opcodes in allowed.items():
+        faults += [f"no {opcode} of {region}" for opcode in sorted(opcodes - seen[region])]
+    return faults
+
+
+def transfer_faults(found: list[Access]) -> list[str]:
+    """Base logits in peers' buffers are stored between fences: behind the one that follows the headers, before the one
+    that releases the arrival; and what is seen of an arrival is acquired.
+    """
+    faults = []
+    events = []
+    for access in found:
+        if access.pointer == "buffers":
+            if not access.opcode.startswith("st.global."):
+                faults.append(f"{access.opcode} of buffers")
+            events.append("store")
+        elif access.opcode == FENCE:
+            events.append("fence")
+        elif access.pointer == "mailboxes" and region_of(access.offset) in ("headers", "arrivals"):
+            events.append(f"{access.opcode[:2]} {region_of(access.offset)}")
+    order = [event for event, _ in itertools.groupby(events)]
+    if order != TRANSFER:
+        faults.append(f"the order is {order}")
     return faults
 
 
@@ -102,7 +152,13 @@ def status_faults(found: list[Access]) -> list[str]:
 
 def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     found = accesses(compile_to_ptx(folder, "walk.cu", macros), "walk", walk_pointers())
-    return mailbox_faults(found) + status_faults(found)
+    return mailbox_faults(found, INT8_WALK if macros["TPW_INT8"] else WALK) + status_faults(found)
+
+
+def spread_faults(folder: Path) -> list[str]:
+    macros = spread.spread_macros(LAYOUT.world_size, LAYOUT.max_batch, base_fp32=False)
+    found = accesses(compile_to_ptx(folder, "spread.cu", macros), "spread", spread_pointers())
+    return mailbox_faults(found, SPREAD) + status_faults(found) + transfer_faults(found)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +168,10 @@ def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
 )
 def test_walk_touches_mailboxes_as_the_model_does(kernel: dict[str, Any]) -> None:
     assert walk_faults(jit.csrc_dir(), walk_macros(**kernel)) == []
+
+
+def test_the_exchange_of_base_logits_does_and_fences_what_carries_no_tag() -> None:
+    assert spread_faults(jit.csrc_dir()) == []
 
 
 def test_the_pair_self_test_uses_the_walks_instructions() -> None:
@@ -184,3 +244,32 @@ def test_a_weaker_access_is_found(tmp_path: Path, file: str, right: str, wrong: 
     assert right in source, "the mutation has nothing to change any more"
     (folder / file).write_text(source.replace(right, wrong))
     assert fault in walk_faults(folder, walk_macros())
+
+
+SPREAD_MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "arrivals that release nothing": (
+        "        fence_sys();\n        store_word<Scope::sys>(arrival_word(",
+        "        store_word<Scope::sys>(arrival_word(",
+        "'store', 'st arrivals'",
+    ),
+    "arrivals that acquire nothing": ("        fence_sys();\n    }\n}", "    }\n}", "'ld arrivals']"),
+    "stores that may come before the peer's header": (
+        "true);\n        fence_sys();\n",
+        "true);\n",
+        "'ld headers', 'store'",
+    ),
+    "arrivals seen by this GPU alone": (
+        "store_word<Scope::sys>(arrival_word(",
+        "store_word<Scope::gpu>(arrival_word(",
+        "st.relaxed.gpu.global.b128 of arrivals",
+    ),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong", "fault"), SPREAD_MUTATIONS.values(), ids=SPREAD_MUTATIONS)
+def test_a_weaker_transfer_is_found(tmp_path: Path, right: str, wrong: str, fault: str) -> None:
+    folder = shutil.copytree(jit.csrc_dir(), tmp_path / "csrc")
+    source = (folder / "spread.cu").read_text()
+    assert right in source, "the mutation has nothing to change any more"
+    (folder / "spread.cu").write_text(source.replace(right, wrong))
+    assert any(fault in found for found in spread_faults(folder))

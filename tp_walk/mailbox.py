@@ -28,8 +28,8 @@ MAX_CTAS = 256  # slots a row; above the SM count of every GPU up to Blackwell
 MAX_BATCH = (1 << 16) - 1  # batch and num_valid travel in 16 bits of a header
 HEADER_WORDS = 3
 
-# A single request on one or two GPUs: each CTA posts its key to all ranks, in copies, and every CTA polls one copy of all
-# posts. More of either would be too many words. CTAs that all polled one copy would hold up its late writers.
+# A single request that one or two GPUs agree on: each CTA posts its key to all ranks, in copies, and every CTA polls one
+# copy of all posts. More of either would be too many words. CTAs that all polled one copy would hold up its late writers.
 POST_COPIES = 8
 POST_WORLD_SIZE = 2
 
@@ -106,7 +106,8 @@ HEADER_FIELDS: dict[str, BitField] = {
     "plan": BitField(0, 40, 8),
     "rounding": BitField(0, 48, 4),
     "logits": BitField(0, 52, 4),
-    "logits_rows": BitField(0, 56, 4),
+    "logits_rows": BitField(0, 56, 2),
+    "base_logits": BitField(0, 58, 2),  # layout and dtype, where ranks send each other base logits
     "sampled": BitField(0, 60, 4),
     "anchors": BitField(1, 0, 32),
     "temperatures": BitField(1, 32, 32),
@@ -149,9 +150,11 @@ class MailboxLayout:
         poison       [source rank]                              words written by peers, sticky until reset
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
+        arrivals     [source rank][CTA]                         words written by peers
+        tokens       [row of the batch][step]                   words written by peers
         slots        [row][CTA]                                 words of this rank alone
-        posts        [block & 1][step & 1][copy][source rank][CTA]  words written by peers' CTAs, of row 0 when it is
-                     alone, up to POST_WORLD_SIZE ranks; beyond there are none
+        posts        [block & 1][step & 1][copy][source rank][CTA]  words written by CTAs of all ranks that agree, of row
+                     0 when it is alone and they are at most POST_WORLD_SIZE
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -176,6 +179,11 @@ class MailboxLayout:
     results_block_stride: int = field(init=False)
     results_step_stride: int = field(init=False)
     results_row_stride: int = field(init=False)
+    arrivals_offset: int = field(init=False)
+    arrivals_source_stride: int = field(init=False, default=MAX_CTAS * LINE_BYTES)
+    arrivals_cta_stride: int = field(init=False, default=LINE_BYTES)
+    tokens_offset: int = field(init=False)
+    tokens_row_stride: int = field(init=False, default=MAX_GAMMA * WORD_BYTES)
     slots_offset: int = field(init=False)
     slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     posts_offset: int = field(init=False)
@@ -204,16 +212,14 @@ class MailboxLayout:
         results_row = derive("results_row_stride", LINE_BYTES)
         results_step = derive("results_step_stride", rows * results_row)
         results_block = derive("results_block_stride", 2 * results_step)
-        slots = derive("slots_offset", results + 2 * results_block)
+        arrivals = derive("arrivals_offset", results + 2 * results_block)
+        tokens = derive("tokens_offset", arrivals + self.world_size * self.arrivals_source_stride)
+        slots = derive("slots_offset", tokens + rows * self.tokens_row_stride)
         posts = derive("posts_offset", slots + rows * self.slots_row_stride)
-        posts_copy = derive("posts_copy_stride", self.world_size * MAX_CTAS * WORD_BYTES)
+        posts_copy = derive("posts_copy_stride", min(self.world_size, POST_WORLD_SIZE) * MAX_CTAS * WORD_BYTES)
         posts_step = derive("posts_step_stride", POST_COPIES * posts_copy)
         posts_block = derive("posts_block_stride", 2 * posts_step)
-        derive("num_bytes", posts + (2 * posts_block if self.has_posts else 0))
-
-    @property
-    def has_posts(self) -> bool:
-        return self.world_size <= POST_WORLD_SIZE
+        derive("num_bytes", posts + 2 * posts_block)
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""
@@ -230,11 +236,19 @@ class MailboxLayout:
         parities = (block & 1) * self.results_block_stride + (step & 1) * self.results_step_stride
         return self.results_offset + parities + row * self.results_row_stride + source * WORD_BYTES
 
+    def arrival_word(self, source: int, cta: int) -> int:
+        return self.arrivals_offset + source * self.arrivals_source_stride + cta * self.arrivals_cta_stride
+
+    def token_word(self, row: int, step: int) -> int:
+        return self.tokens_offset + row * self.tokens_row_stride + step * WORD_BYTES
+
     def slot_word(self, row: int, cta: int) -> int:
         return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
 
     def post_word(self, block: int, step: int, copy: int, source: int, cta: int) -> int:
-        """The ranks' posts lie side by side, as many as there are CTAs, so that lanes of a warp find work."""
+        """The ranks' posts lie side by side, as many as there are CTAs, so that lanes of a warp find work. source: the
+        rank's place among those that agree.
+        """
         parities = (block & 1) * self.posts_block_stride + (step & 1) * self.posts_step_stride
         place = copy * self.posts_copy_stride + (source * self.num_ctas + cta) * WORD_BYTES
         return self.posts_offset + parities + place

@@ -23,6 +23,10 @@ PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "refere
 # The definitions run anywhere and take memory only once they are walked, so that a kill switch always has its plan.
 REFERENCE_PLANS = ("reference", "reference_int8")
 
+# What these report of logits they exchange by collectives that take longer than the walk: auto_select leaves them out
+# of walks that ask for logits or log-sum-exps.
+SLOW_TO_REPORT = ("int8_split",)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -162,8 +166,9 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
 # WalkGroup.stage or .vote, frees what it took before it raises, and so returns on all ranks or on none: only then may
 # its executor's close() talk to them.
 EXECUTORS: dict[str, ExecutorFactory] = {
-    "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
-    "int8": _lazy("tp_walk.kernels", "Int8Executor"),
+    "tp_bf16": _lazy("tp_walk.executors", "TpBf16Executor"),
+    "int8": _lazy("tp_walk.int8_executors", "Int8Executor"),
+    "int8_split": _lazy("tp_walk.int8_executors", "Int8SplitExecutor"),
     "reference": _lazy("tp_walk.reference", "reference"),
     "reference_int8": _lazy("tp_walk.reference", "reference_int8"),
 }

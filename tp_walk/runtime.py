@@ -175,7 +175,8 @@ class WalkRuntime:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
         inputs = self._inputs(base_logits, anchors, temperatures, noise, logits, logits_rows, num_valid, out, lse)
         batch, gamma = inputs.tokens.shape
-        chosen = self._plan(plan, batch, gamma, temperatures is not None, "full" if inputs.base_is_full else "sharded")
+        layout: Layout = "full" if inputs.base_is_full else "sharded"
+        chosen = self._plan(plan, lse or logits != "none", (batch, gamma, temperatures is not None, layout))
         if batch:
             self._executor(chosen.name).walk(inputs)
             self._walks[chosen.name] = self._walks.get(chosen.name, 0) + 1
@@ -201,7 +202,7 @@ class WalkRuntime:
             raise WalkInputError(f"the batch is {batch}; this runtime was made with max_batch={context.max_batch}")
         if not 1 <= gamma <= context.max_gamma:
             raise WalkInputError(f"gamma is {gamma}; it must be in 1..{context.max_gamma}, this runtime's max_gamma")
-        return self._plan(None, batch, gamma, sampled, layout or self._usual_layout)
+        return self._plan(None, False, (batch, gamma, sampled, layout or self._usual_layout))
 
     def memory_bytes(self, plan: Plan | str) -> int:
         """Bytes on the device that the plan holds for itself, 0 if it isn't held. W1 and d2t come on top, once."""
@@ -404,13 +405,13 @@ class WalkRuntime:
             return "takes its memory at its first walk"
         return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
 
-    def _plan(self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool, layout: Layout) -> Plan:
+    def _plan(self, plan: Plan | str | None, reports: bool, size: tuple[int, int, bool, Layout]) -> Plan:
         if self._forced is not None:
             return self._forced
         if isinstance(plan, Plan):
             return plan
         if plan is None:
-            return self._selector(batch, gamma, sampled, layout)
+            return (self._selector.reporting if reports else self._selector)(*size)
         if plan not in self._named:
             raise WalkInputError(f"plan is {plan!r}; it must be a Plan, None or one of {', '.join(PLAN_NAMES)}")
         return self._named[plan]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from walk_lab import SMALL
 
 from tp_walk import jit, kernels
 from tp_walk.errors import KernelError, PlanUnavailableError
-from tp_walk.placement import Placement
+from tp_walk.launches import Launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -86,10 +85,13 @@ def test_the_driver_counts_registers_as_the_cubin_does(fill: jit.CompiledKernel)
 # ---- grids that can't be co-resident ---------------------------------------------------------------------------------
 
 
-def crowded_walk() -> tuple[jit.CompiledKernel, Placement, int]:
-    """A walk kernel, a placement with ten CTAs an SM, of which there is room for one, and the number of SMs."""
+def sms() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def crowded_walk(num_sms: int) -> Launch:
+    """A walk with ten CTAs an SM, of which there is room for one, on a GPU that is said to have `num_sms`."""
     torch.cuda.set_device(0)
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     (one, *_) = kernels.specialisations(
         int8=True,
         markov_rank=256,
@@ -97,25 +99,23 @@ def crowded_walk() -> tuple[jit.CompiledKernel, Placement, int]:
         world_size=1,
         max_batch=4,
         rounding="engine",
-        num_sms=num_sms,
+        num_sms=sms(),
         shared_limit=optin_bytes(),
     )
     kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
-    return kernel, replace(one.placement, grid=10 * num_sms), num_sms
+    shared_bytes = one.placement.shared_bytes
+    return Launch("walks", kernel, grid=10 * sms(), threads=kernels.THREADS, num_sms=num_sms, shared_bytes=shared_bytes)
 
 
 def test_a_grid_that_cannot_be_co_resident_is_refused_at_set_up() -> None:
-    kernel, placement, num_sms = crowded_walk()
     with pytest.raises(
-        PlanUnavailableError, match=f"{10 * num_sms} CTAs wait for each other, .* holds only {num_sms} "
+        PlanUnavailableError, match=f"{10 * sms()} CTAs of walks wait for each other, .* holds only {sms()} "
     ):
-        kernels._Launch(kernel, placement, num_sms)
+        crowded_walk(sms())
 
 
-def test_its_launch_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_check_co_resident", lambda *arguments: None)
-    kernel, placement, num_sms = crowded_walk()
-    launch = kernels._Launch(kernel, placement, num_sms)
+def test_its_launch_is_refused_too() -> None:
+    launch = crowded_walk(10 * sms())
     params = kernels.WalkParams()
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     with pytest.raises(KernelError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):

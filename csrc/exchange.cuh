@@ -21,6 +21,9 @@ constexpr int kSlotsPerLane = TPW_MAX_GRID / kWarpSize;
 static_assert(TPW_MAX_GRID % kWarpSize == 0 && TPW_MAX_GRID <= TPW_MAX_CTAS, "every slot is polled by a lane");
 static_assert(TPW_WORLD_SIZE * TPW_HEADER_WORDS <= kWarpSize, "a lane a header word");
 
+// The kernel writes into peers' memory beside the mailboxes, which mailbox.cuh says the rules of.
+constexpr bool kPeerLogits = TPW_LOGITS == 2;
+
 // What the header hashes, in this order.
 enum class HeaderTensor : int { anchors, temperatures, key, offset, rows, count };
 
@@ -55,8 +58,9 @@ struct WalkExchange {
         }
         if (TPW_WORLD_SIZE == 1) return true;
         if (cta == 0) send_header(lane, batch, hashed);
-        // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
-        if (cta != 0 && cta >= batch) return true;
+        // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid. But nobody may
+        // write into a peer's logits that what came before in the peer's stream still reads.
+        if (!kPeerLogits && cta != 0 && cta >= batch) return true;
         bool agrees = true;
         if (lane < TPW_WORLD_SIZE * TPW_HEADER_WORDS) {
             const u32 source = lane / TPW_HEADER_WORDS, word = lane % TPW_HEADER_WORDS;
@@ -66,6 +70,7 @@ struct WalkExchange {
             agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block(), p.rank, word), header_tag(block()), site, own) &&
                      header_agrees(own_watch, source, word, own);
         }
+        if constexpr (kPeerLogits) fence_system();
         return __all_sync(kFullWarp, agrees);
     }
 
@@ -127,15 +132,16 @@ struct WalkExchange {
         store_control(mailbox(), TPW_BLOCK_OFFSET, block() + 1);
     }
 
+    // By a whole warp, every few polls: true when the wait must be given up.
+    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
+        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
+    }
+
   private:
     __device__ __forceinline__ bool is_second() const {
         if (!is_second_in_flight(watch())) return false;
         fail(watch(), TPW_CODE_OVERLAP, {TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0}, 0, 0, 0);
         return true;
-    }
-
-    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
-        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
     }
 
     template <typename Hashed>
@@ -157,6 +163,7 @@ struct WalkExchange {
             hash_field<TPW_HEADER_KEY_BITS>(sums[2]) << TPW_HEADER_KEY_SHIFT | hash_field<TPW_HEADER_OFFSET_BITS>(sums[3]) << TPW_HEADER_OFFSET_SHIFT |
                 hash_field<TPW_HEADER_ROWS_BITS>(sums[4]) << TPW_HEADER_ROWS_SHIFT |
                 hash_field<TPW_HEADER_LAST_TOKENS_BITS>(last_tokens) << TPW_HEADER_LAST_TOKENS_SHIFT};
+        if constexpr (kPeerLogits) fence_system();
         if (lane < TPW_WORLD_SIZE)
 #pragma unroll
             for (int word = 0; word < TPW_HEADER_WORDS; ++word)

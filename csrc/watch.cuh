@@ -24,7 +24,7 @@ struct Exchange {
     __device__ __forceinline__ char* mine() const { return mailboxes[rank]; }
 };
 
-// What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
+// What a thread waits for: TPW_WAIT_HEADER, _SLOT, _RESULT or _LOGITS, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
     u32 wait;
     u32 source;

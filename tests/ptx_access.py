@@ -20,6 +20,9 @@ MAX_VALUES = 8
 NUMBER: Values = frozenset({(None, 0)})
 PARAMETER = "parameter"  # the address of a kernel parameter itself
 
+ORDER = "order"
+ORDERING = ("fence.acq_rel", "bar.sync", "cp.async.bulk.wait_group")
+
 COPIES = ("mov", "cvt", "cvta")
 SUMS = ("add", "sub", "or")
 PRODUCTS = ("mul", "shl", "mad")
@@ -27,7 +30,8 @@ PRODUCTS = ("mul", "shl", "mad")
 
 @dataclass(frozen=True)
 class Access:
-    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of."""
+    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of. Or what orders
+    those: a fence, a barrier, a wait for bulk copies; its pointer is ORDER."""
 
     opcode: str
     pointer: str
@@ -71,7 +75,9 @@ def accesses(ptx: str, entry: str, pointers: Mapping[int, str]) -> list[Access]:
                     changed = True
     found = []
     for opcode, operands in statements:
-        if opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
+        if opcode.startswith(ORDERING):
+            found.append(Access(opcode, ORDER, 0))
+        elif opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
             for address in re.findall(r"\[([^\]]+)\]", operands):
                 named = {pair for pair in _evaluate(address, values) if pair[0] not in (None, PARAMETER)}
                 found += [Access(opcode, str(pointer), offset) for pointer, offset in sorted(named)]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptx_access import Access, accesses, compile_to_ptx
+from ptx_access import ORDER, Access, accesses, compile_to_ptx
 
 from tp_walk import jit, kernels, pair_test, timing
+from tp_walk.config import LOGITS_MODES
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.status import STATUS_FIELDS
 
@@ -21,6 +22,7 @@ LAYOUT = MailboxLayout(world_size=2, max_batch=64, num_ctas=132)
 
 SYS_WORD = {"ld.relaxed.sys.global.b128", "st.relaxed.sys.global.b128"}
 GPU_WORD = {"ld.relaxed.gpu.global.b128", "st.relaxed.gpu.global.b128"}
+FENCE, COPIED = "fence.acq_rel.sys", "cp.async.bulk.wait_group"
 OWN_NUMBER = {"ld.relaxed.gpu.global.u64", "st.relaxed.gpu.global.u64"}
 
 # region -> its first byte, and the instructions that the argument in mailbox.cuh allows (and needs: each must occur).
@@ -32,7 +34,12 @@ REGIONS: dict[str, tuple[int, set[str]]] = {
     "headers": (LAYOUT.headers_offset, SYS_WORD),
     "results": (LAYOUT.results_offset, SYS_WORD),
     "slots": (LAYOUT.slots_offset, GPU_WORD),
+    "partials": (LAYOUT.partials_offset, GPU_WORD),
+    "sums": (LAYOUT.sums_offset, SYS_WORD),
+    "columns": (LAYOUT.columns_offset, SYS_WORD),
 }
+# Of what is only reported; a kernel of the mode needs them, and others have none.
+REPORTS = {"none": set(), "local": {"partials", "sums"}, "full": {"partials", "sums", "columns"}}
 
 
 def region_of(offset: int) -> str:
@@ -63,10 +70,11 @@ def walk_macros(
 def walk_pointers() -> dict[int, str]:
     start, size = kernels.WalkParams.mailboxes.offset, kernels.WalkParams.mailboxes.size
     mailboxes = {start + 8 * rank: "mailboxes" for rank in range(size // 8)}
-    return mailboxes | {kernels.WalkParams.status.offset: "status"}
+    logits = {kernels.WalkParams.logits.offset + 8 * rank: "logits" for rank in range(size // 8)}
+    return mailboxes | logits | {kernels.WalkParams.status.offset: "status"}
 
 
-def mailbox_faults(found: list[Access]) -> list[str]:
+def mailbox_faults(found: list[Access], logits: str) -> list[str]:
     """What breaks the argument, in words."""
     faults, seen = [], {name: set() for name in REGIONS}
     for access in found:
@@ -76,6 +84,9 @@ def mailbox_faults(found: list[Access]) -> list[str]:
             if access.opcode not in REGIONS[region][1]:
                 faults.append(f"{access.opcode} of {region}")
     for region, (_, allowed) in REGIONS.items():
+        if region in REPORTS["full"] - REPORTS[logits]:
+            allowed = set()
+            faults += [f"{opcode} of {region}" for opcode in sorted(seen[region])]
         faults += [f"no {opcode} of {region}" for opcode in sorted(allowed - seen[region])]
     return faults
 
@@ -100,14 +111,56 @@ def status_faults(found: list[Access]) -> list[str]:
     return faults
 
 
+def is_word(access: Access, kind: str, region: str) -> bool:
+    return access.pointer == "mailboxes" and access.opcode.startswith(kind) and region_of(access.offset) == region
+
+
+def logits_faults(found: list[Access], logits: str) -> list[str]:
+    """Logits are written after the headers of all ranks and before the columns words, with fences in between."""
+    writes = [i for i, access in enumerate(found) if access.pointer == "logits" and not access.opcode.startswith("ld")]
+    allowed = {"cp.async.bulk.global.shared::cta.bulk_group", "st.global.b16", "st.global.u16"}
+    faults = [f"{opcode} of logits" for opcode in sorted({found[i].opcode for i in writes} - allowed)]
+    if not writes or logits != "full":
+        return faults if writes or logits == "none" else ["no logits are written"]
+
+    def between(what: str, first: int, last: int) -> list[str]:
+        """The fences and barriers there, in order."""
+        if first > last:
+            faults.append(f"{what} in another order")
+        return [access.opcode for access in found[first:last] if access.pointer == ORDER]
+
+    headers = [i for i, access in enumerate(found) if is_word(access, "ld", "headers")]
+    announced = [i for i, access in enumerate(found) if is_word(access, "st", "columns")]
+    awaited = [i for i, access in enumerate(found) if is_word(access, "ld", "columns")]
+    if FENCE not in between("header sent", 0, next(i for i, a in enumerate(found) if is_word(a, "st", "headers"))):
+        faults.append("no fence before the header")
+    if FENCE not in between("header, logits", headers[-1], writes[0]):
+        faults.append("no fence between headers and logits")
+    publishing = between("logits, columns", writes[-1], announced[0])
+    if [opcode for opcode in publishing if not opcode.endswith("read")][-3:] != [COPIED, "bar.sync", FENCE]:
+        faults.append(f"logits are published by {publishing}")
+    if FENCE not in between("columns, end", awaited[-1], len(found)):
+        faults.append("no fence after the columns")
+    return faults
+
+
 def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     found = accesses(compile_to_ptx(folder, "walk.cu", macros), "walk", walk_pointers())
-    return mailbox_faults(found) + status_faults(found)
+    logits = LOGITS_MODES[macros["TPW_LOGITS"]]
+    return mailbox_faults(found, logits) + logits_faults(found, logits) + status_faults(found)
 
 
 @pytest.mark.parametrize(
     "kernel",
-    [{}, {"narrow": True}, {"groups": 2}, {"sampled": True, "logits": "local", "groups": 2}, {"int8": True}],
+    [
+        {},
+        {"narrow": True},
+        {"groups": 2},
+        {"sampled": True, "logits": "local", "groups": 2},
+        {"logits": "full", "narrow": True},
+        {"sampled": True, "logits": "full", "groups": 2},
+        {"int8": True},
+    ],
     ids=str,
 )
 def test_walk_touches_mailboxes_as_the_model_does(kernel: dict[str, Any]) -> None:
@@ -184,3 +237,54 @@ def test_a_weaker_access_is_found(tmp_path: Path, file: str, right: str, wrong: 
     assert right in source, "the mutation has nothing to change any more"
     (folder / file).write_text(source.replace(right, wrong))
     assert fault in walk_faults(folder, walk_macros())
+
+
+# What publishes logits in peers' memory, taken away: (file, what is there, what is left), and the fault's beginning.
+UNORDERED: dict[str, tuple[str, str, str, str]] = {
+    "the header doesn't release the reads of the block before": (
+        "exchange.cuh",
+        "if constexpr (kPeerLogits) fence_system();\n        if (lane < TPW_WORLD_SIZE)",
+        "if (lane < TPW_WORLD_SIZE)",
+        "no fence before the header",
+    ),
+    "headers aren't acquired before logits are written": (
+        "exchange.cuh",
+        "if constexpr (kPeerLogits) fence_system();\n        return __all_sync",
+        "return __all_sync",
+        "no fence between headers and logits",
+    ),
+    "copies have been read but not written": (
+        "async_copy.cuh",
+        "cp.async.bulk.wait_group 0;",
+        "cp.async.bulk.wait_group.read 0;",
+        "logits are published by",
+    ),
+    "a warp's copies aren't waited for": (
+        "walk.cu",
+        "named_barrier(kServiceBarrier, kServiceThreads);\n                if (!s.has_failed()) logits().announce",
+        "if (!s.has_failed()) logits().announce",
+        "logits are published by",
+    ),
+    "logits aren't released": (
+        "logits.cuh",
+        "fence_system();\n        if (cta.lane",
+        "if (cta.lane",
+        "logits are published by",
+    ),
+    "the peers' logits aren't acquired": (
+        "logits.cuh",
+        "fence_system();\n        return true;",
+        "return true;",
+        "no fence after the columns",
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "fault"), UNORDERED.values(), ids=UNORDERED)
+def test_logits_without_their_order_are_found(tmp_path: Path, file: str, right: str, wrong: str, fault: str) -> None:
+    folder = shutil.copytree(jit.csrc_dir(), tmp_path / "csrc")
+    source = (folder / file).read_text()
+    assert right in source, "the mutation has nothing to change any more"
+    (folder / file).write_text(source.replace(right, wrong))
+    faults = walk_faults(folder, walk_macros(logits="full", narrow=True))
+    assert any(found.startswith(fault) for found in faults), faults

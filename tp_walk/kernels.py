@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from tp_walk import jit
-from tp_walk.config import LogitsRows, Rounding
+from tp_walk import jit, peer_logits
+from tp_walk.config import Rounding
 from tp_walk.errors import KernelError, PlanUnavailableError
 from tp_walk.launch_order import launch_order
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
+from tp_walk.peer_logits import RankBuffers
 from tp_walk.peers import PeerMailboxes
 from tp_walk.placement import (
     BF16_COLUMNS,
@@ -81,9 +82,10 @@ class WalkParams(ctypes.Structure):
         ("tokens", _P),
         ("tokens_stride_row", _I64),
         ("tokens_stride_step", _I64),
-        ("logits", _P),
+        ("logits", _P * MAX_WORLD_SIZE),
         ("logits_stride_row", _I64),
         ("logits_stride_step", _I64),
+        ("lse", _P),
         ("num_valid", _P),
         ("launch_fields", _U64),
         ("batch", _I32),
@@ -111,7 +113,7 @@ def walk_macros(
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
-        "TPW_LOGITS": int(logits != "none"),
+        "TPW_LOGITS": LOGITS_CODES[logits],
         "TPW_CONTROL_BYTES": CONTROL_BYTES,
         "TPW_MAX_GRID": MAX_GRID,
         "TPW_PARAMS_BYTES": ctypes.sizeof(WalkParams),
@@ -123,8 +125,9 @@ def walk_macros(
 class Specialisation:
     """One cubin of csrc/walk.cu, and how its launches place W2.
 
-    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
-    rank's columns are written out. columns: what a pass multiplies; larger batches take several passes.
+    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none"; "local" if this rank's
+    columns are written to one place, or only their log-sum-exp is wanted; "full" if they are written to every rank's
+    memory. columns: what a pass multiplies; larger batches take several passes.
     """
 
     base_fp32: bool
@@ -151,8 +154,9 @@ def specialisations(
     rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
     """
     found = []
+    modes = ("none", "local", "full") if world_size > 1 else ("none", "local")
     for base_fp32, sampled, logits, columns in itertools.product(
-        (False, True), (False, True), ("none", "local"), column_uses(int8, max_batch)
+        (False, True), (False, True), modes, column_uses(int8, max_batch)
     ):
         if base_fp32 and rounding != "none":
             continue
@@ -266,6 +270,16 @@ def stored_rows(inputs: WalkInputs) -> torch.Tensor:
     return stored
 
 
+def keep_rows(inputs: WalkInputs, logits: torch.Tensor) -> None:
+    """Copies into logits_out the rows of `logits` that a walk writes."""
+    out = inputs.logits_out
+    assert out is not None
+    if inputs.num_valid is None and inputs.logits_rows == "all":
+        out.copy_(logits)
+    else:
+        torch.where(stored_rows(inputs)[:, None, None], logits, out, out=out)
+
+
 class KernelExecutor:
     """Runs csrc/walk.cu: the part that the plans share. A subclass says how W2 is held and over which ranks."""
 
@@ -348,43 +362,43 @@ class KernelExecutor:
         return self._fragments.nbytes + scales + self._layout.num_bytes
 
     def walk(self, inputs: WalkInputs) -> None:
-        gathers = inputs.logits == "full" and self._world_size > 1
-        if gathers or inputs.lse_out is not None:
-            self._walk_and_gather(inputs, gathers)
+        if inputs.logits == "full" and self._world_size > 1:
+            self._walk_full(inputs)
         else:
             self._walk(inputs)
         # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
         self.check()
 
-    def _walk_and_gather(self, inputs: WalkInputs, gathers: bool) -> None:
-        """Full logits of a sharded plan, and log-sum-exp: from this rank's columns, by collectives after the walk."""
-        context, timeout_s = self._context, self._context.deadline.steady_s
-        batch, gamma = inputs.tokens.shape
-        dtype = torch.float32 if context.rounding == "none" else torch.bfloat16
-        own = torch.empty(batch, gamma, self._shard_width, dtype=dtype, device=context.device)
-        rows: LogitsRows = inputs.logits_rows if inputs.lse_out is None else "all"
-        self._walk(inputs._replace(logits="local", logits_rows=rows, logits_out=own))
-        if inputs.lse_out is not None:
-            temperatures: torch.Tensor | float = 1.0
-            if inputs.temperatures is not None:
-                given = inputs.temperatures[:, None, None]
-                temperatures = torch.where(given > 0, given.clamp_min(1e-5), 1.0)
-            lse = torch.logsumexp(torch.nn.functional.pad(own.float(), (0, 1), value=-torch.inf) / temperatures, -1)
-            if self._world_size > 1:
-                lse = torch.logsumexp(context.group.all_gather(lse, timeout_s), 0)
-            valid = stored_rows(inputs._replace(logits_rows="all"))
-            inputs.lse_out.copy_(torch.where(valid[:, None], lse, inputs.lse_out))
-        if inputs.logits_out is not None:
+    def _walk_full(self, inputs: WalkInputs) -> None:
+        """Full logits of a sharded plan: written by all ranks' kernels, or gathered afterwards."""
+        context, out = self._context, inputs.logits_out
+        assert out is not None  # WalkRuntime makes it
+        buffers = context.peer_logits
+        if peer_logits.full_logits_by(out.shape[0]) == "collective":
+            own = out.new_empty(*out.shape[:2], self._shard_width)
+            self._walk(inputs._replace(logits="local", logits_out=own))
             widths = [shard.width for shard in context.shards]
-            columns = context.group.all_gather_columns(own, widths, timeout_s) if gathers else own
-            inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], columns, inputs.logits_out))
+            keep_rows(inputs, context.group.all_gather_columns(own, widths, context.deadline.steady_s))
+            return
+        on_ranks = buffers.find(out)
+        if on_ranks is not None:
+            self._walk(inputs, on_ranks)
+            return
+        staged, on_ranks = buffers.staging((context.max_batch, context.max_gamma, out.shape[2]), out)
+        self._walk(inputs._replace(logits_out=staged), on_ranks)
+        keep_rows(inputs, staged)
+        # The next walk, on whatever stream, lets the peers write there again.
+        self._order.after(torch.cuda.current_stream(context.device))
 
-    def _walk(self, inputs: WalkInputs) -> None:
+    def _walk(self, inputs: WalkInputs, on_ranks: RankBuffers | None = None) -> None:
+        """One launch. on_ranks: where logits_out lies on every rank, if all ranks write there."""
         base = inputs.base_logits
         sampled = inputs.temperatures is not None
-        if self._context.rounding == "none" and _keeps_logits(sampled, inputs.logits):
+        logits = "none" if inputs.logits == "none" and inputs.lse_out is None else "local"
+        if on_ranks is not None:
+            logits = "full"
+        if self._context.rounding == "none" and _keeps_logits(sampled, logits):
             base = base.float()
-        logits = "none" if inputs.logits == "none" else "local"
         columns = self._columns[bisect.bisect_left(self._fits, base.shape[0], hi=len(self._fits) - 1)]
         launch = self._launches[base.dtype == torch.float32, sampled, logits, columns]
         placement = launch.placement
@@ -412,9 +426,14 @@ class KernelExecutor:
             p.key = p.offset = 0
         p.tokens = inputs.tokens.data_ptr()
         p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
+        p.logits[0] = None
         if inputs.logits_out is not None:
-            p.logits = inputs.logits_out.data_ptr()
+            p.logits[0] = inputs.logits_out.data_ptr()
+            if on_ranks is not None:
+                for rank, address in enumerate(on_ranks.addresses):
+                    p.logits[rank] = address + p.shard_start * inputs.logits_out.element_size()
             p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
+        p.lse = None if inputs.lse_out is None else inputs.lse_out.data_ptr()
         p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
         p.batch, p.gamma = base.shape[0], base.shape[1]
         p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
@@ -427,6 +446,8 @@ class KernelExecutor:
                 "logits": LOGITS_CODES[inputs.logits],
                 "logits_rows": p.logits_sampled_rows_only,
                 "sampled": int(sampled),
+                "lse": int(inputs.lse_out is not None),
+                "logits_buffer": 0 if on_ranks is None else on_ranks.number,
             }
         )
         stream = torch.cuda.current_stream(self._context.device)
@@ -500,7 +521,7 @@ class Int8Executor(KernelExecutor):
         whole = inputs.logits_out.new_empty(batch, gamma, context.shape.vocab_size)
         super().walk(inputs._replace(logits="full", logits_out=whole))
         own = whole[..., context.shard.start : context.shard.stop]
-        inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], own, inputs.logits_out))
+        keep_rows(inputs, own)
 
     def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         return quantize_rows(context.head.w2_rows(0, context.shape.vocab_size).to(context.device))

@@ -21,6 +21,7 @@ PHASE_BITS = 8
 CHAIN_BITS = 16
 BLOCK_SHIFT = PHASE_BITS + CHAIN_BITS
 HEADER_PHASE = (1 << PHASE_BITS) - 1
+LOGITS_PHASE = HEADER_PHASE - 1
 CHAIN_MULTIPLIER = 0x9E3779B1  # Knuth's multiplicative hash: 2^32 over the golden ratio
 
 MAX_WORLD_SIZE = 8
@@ -50,10 +51,21 @@ def header_tag(block: int) -> int:
     return (block << BLOCK_SHIFT | HEADER_PHASE) & _U64
 
 
+def logits_tag(block: int) -> int:
+    """The tag by which a CTA says that its columns of block `block` are in every rank's memory."""
+    return (block << BLOCK_SHIFT | LOGITS_PHASE) & _U64
+
+
+def lse_tag(block: int, step: int) -> int:
+    """The tag of the log-sum-exps of step `step`: no token leads to what is only reported."""
+    return (block << BLOCK_SHIFT | (step + 1)) & _U64
+
+
 def describe_tag(tag: int) -> str:
     """A tag in words, for messages."""
     phase = tag & HEADER_PHASE
-    what = "headers" if phase == HEADER_PHASE else f"step {phase - 1}" if phase else "nothing written"
+    named = {HEADER_PHASE: "headers", LOGITS_PHASE: "logits", 0: "nothing written"}
+    what = named.get(phase, f"step {phase - 1}")
     return f"{tag:#x} (block {tag >> BLOCK_SHIFT}, {what})"
 
 
@@ -99,10 +111,12 @@ HEADER_FIELDS: dict[str, BitField] = {
     "num_valid": BitField(0, 16, 16),
     "gamma": BitField(0, 32, 8),
     "plan": BitField(0, 40, 8),
-    "rounding": BitField(0, 48, 4),
-    "logits": BitField(0, 52, 4),
-    "logits_rows": BitField(0, 56, 4),
-    "sampled": BitField(0, 60, 4),
+    "rounding": BitField(0, 48, 2),
+    "logits": BitField(0, 50, 2),
+    "logits_rows": BitField(0, 52, 2),
+    "sampled": BitField(0, 54, 2),
+    "lse": BitField(0, 56, 2),
+    "logits_buffer": BitField(0, 58, 6),
     "anchors": BitField(1, 0, 32),
     "temperatures": BitField(1, 32, 32),
     "key": BitField(2, 0, 16),
@@ -145,6 +159,9 @@ class MailboxLayout:
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
         slots        [row][CTA]                                 words of this rank alone
+        partials     [step & 1][row][CTA]                       words of this rank alone: a CTA's part of a log-sum-exp
+        sums         [step][row][source rank]                   words written by peers: a rank's part of one
+        columns      [source rank][CTA]                         words written by peers: a CTA's logits are all here
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -171,6 +188,14 @@ class MailboxLayout:
     results_row_stride: int = field(init=False)
     slots_offset: int = field(init=False)
     slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    partials_offset: int = field(init=False)
+    partials_step_stride: int = field(init=False)
+    partials_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    sums_offset: int = field(init=False)
+    sums_step_stride: int = field(init=False)
+    sums_row_stride: int = field(init=False)
+    columns_offset: int = field(init=False)
+    columns_source_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +219,14 @@ class MailboxLayout:
         results_step = derive("results_step_stride", rows * results_row)
         results_block = derive("results_block_stride", 2 * results_step)
         slots = derive("slots_offset", results + 2 * results_block)
-        derive("num_bytes", slots + rows * self.slots_row_stride)
+        partials = derive("partials_offset", slots + rows * self.slots_row_stride)
+        partials_step = derive("partials_step_stride", rows * self.partials_row_stride)
+        sums = derive("sums_offset", partials + 2 * partials_step)
+        # Close together: one CTA looks at them, once, at the end.
+        sums_row = derive("sums_row_stride", self.world_size * WORD_BYTES)
+        sums_step = derive("sums_step_stride", _lines(rows * sums_row))
+        columns = derive("columns_offset", sums + MAX_GAMMA * sums_step)
+        derive("num_bytes", columns + self.world_size * self.columns_source_stride)
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""
@@ -214,6 +246,16 @@ class MailboxLayout:
     def slot_word(self, row: int, cta: int) -> int:
         return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
 
+    def partial_word(self, step: int, row: int, cta: int) -> int:
+        step_offset = (step & 1) * self.partials_step_stride
+        return self.partials_offset + step_offset + row * self.partials_row_stride + cta * WORD_BYTES
+
+    def sum_word(self, step: int, row: int, source: int) -> int:
+        return self.sums_offset + step * self.sums_step_stride + row * self.sums_row_stride + source * WORD_BYTES
+
+    def columns_word(self, source: int, cta: int) -> int:
+        return self.columns_offset + source * self.columns_source_stride + cta * WORD_BYTES
+
     def defines(self) -> dict[str, int]:
         """The macros that csrc/mailbox.cuh is compiled with: no function of num_ctas, nor of max_batch up to 64."""
         macros = {
@@ -223,6 +265,7 @@ class MailboxLayout:
             "CHAIN_BITS": CHAIN_BITS,
             "CHAIN_MULTIPLIER": CHAIN_MULTIPLIER,
             "HEADER_PHASE": HEADER_PHASE,
+            "LOGITS_PHASE": LOGITS_PHASE,
             "HEADER_WORDS": HEADER_WORDS,
             "MAX_CTAS": MAX_CTAS,
             "MAX_GAMMA": MAX_GAMMA,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tp_walk.group import WalkGroup
     from tp_walk.head import MarkovHead
     from tp_walk.noise import Noise
+    from tp_walk.peer_logits import PeerLogits
 
 PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "reference_int8")
 
@@ -87,7 +88,7 @@ class ExecutorContext:
 
     head: the weights; rows of W2 only through `head.w2_rows`. w1 `[V_target(+), r]` bf16 and d2t `[V]` int64 or None
     are on `device` already, shared by all executors of the runtime.
-    shards: every rank's, in rank order; shard: this rank's.
+    shards: every rank's, in rank order; shard: this rank's. peer_logits: the output buffers that all ranks map.
     """
 
     head: MarkovHead
@@ -102,6 +103,7 @@ class ExecutorContext:
     max_gamma: int
     rounding: Rounding
     deadline: Deadline
+    peer_logits: PeerLogits
 
 
 class PlanExecutor(Protocol):

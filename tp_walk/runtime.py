@@ -20,6 +20,7 @@ from tp_walk.group import WalkGroup
 from tp_walk.head import MarkovHead
 from tp_walk.inputs import InputChecker
 from tp_walk.noise import Noise
+from tp_walk.peer_logits import PeerLogits
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, ExecutorContext, Plan, PlanExecutor, WalkOutput
 from tp_walk.plan_table import Layout
 from tp_walk.selection import Selector, agree_on_selector, select_here
@@ -118,6 +119,7 @@ class WalkRuntime:
             max_gamma=max_gamma,
             rounding=rounding,
             deadline=deadline,
+            peer_logits=PeerLogits(self._group, self.device),
         )
         self._inputs = InputChecker(
             head.vocab_size, head.target_vocab_size, self.shard, max_batch, max_gamma, rounding, self.device
@@ -216,10 +218,21 @@ class WalkRuntime:
         """A buffer for `walk(out=…)`: `[batch, gamma, columns of the mode]`, of the logits' dtype, uninitialised.
 
         batch and gamma are the runtime's maxima if they aren't given.
+
+        "full", where this runtime's tp_bf16 runs on several GPUs: memory that every rank's kernel writes into while the
+        walk goes on; full logits into any other memory cost a copy. Making one is a collective, and all ranks walk with
+        the same ones. It lasts until `close`, which ends the tensor's memory, too. A walk that leads with its first
+        rows, `buffer[:batch]`, writes there as well.
+
+        Raises:
+            SetupError, PlanUnavailableError: a rank can't allocate or map it; alike on every rank.
         """
         batch = self._context.max_batch if batch is None else batch
         gamma = self._context.max_gamma if gamma is None else gamma
-        return torch.empty(batch, gamma, self.logits_width(logits), dtype=self.logits_dtype, device=self.device)
+        shape = batch, gamma, self.logits_width(logits)
+        if logits == "full" and self.world_size > 1 and "tp_bf16" in self._executors:
+            return self._context.peer_logits.make(shape, self.logits_dtype)
+        return torch.empty(shape, dtype=self.logits_dtype, device=self.device)
 
     def logits_width(self, logits: LogitsMode) -> int:
         """Columns of the logits of a mode: the shard's width for "local", V for "full"."""
@@ -423,6 +436,10 @@ class WalkRuntime:
                 self._executors.popitem()[1].close()
             except WalkError as error:
                 failure = failure or error
+        try:
+            self._context.peer_logits.close()
+        except WalkError as error:
+            failure = failure or error
         if failure is not None:
             raise failure
 

@@ -16,7 +16,7 @@ from cuda.bindings import nvrtc
 
 # A value is {(pointer or None, constant)}; None is a plain number. Loops may add for ever: the first few will do.
 Values = frozenset[tuple[str | None, int]]
-MAX_VALUES = 8
+MAX_VALUES = 4
 NUMBER: Values = frozenset({(None, 0)})
 PARAMETER = "parameter"  # the address of a kernel parameter itself
 

@@ -8,9 +8,10 @@ any order but that of the stores to the same word: what PTX promises of relaxed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -57,13 +58,23 @@ class Await:
 
 
 @dataclass(frozen=True)
+class Read(Await):
+    """Takes what is there, waiting for nothing."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """No store of the warp after it becomes visible before those ahead of it."""
+
+
+@dataclass(frozen=True)
 class Barrier:
     """Of the CTA, or (launch) of all the rank's CTAs: the end of one kernel and the start of the next."""
 
     launch: bool
 
 
-Operation = Store | Await | Barrier
+Operation = Store | Await | Fence | Barrier
 
 
 def program(variant: Variant, blocks: tuple[Block, ...], rank: int, cta: int, warp: int) -> Iterator[Operation]:
@@ -110,7 +121,9 @@ class ProtocolError(Exception):
 class Model:
     """States are (position of each warp, word in each place, stores not yet visible), all as numbers."""
 
-    def __init__(self, variant: Variant, blocks: tuple[Block, ...]) -> None:
+    def __init__(
+        self, variant: Any, blocks: tuple[Block, ...], program: Callable[..., Iterator[Operation]] = program
+    ) -> None:
         self.variant = variant
         warps = max(1, *(block.valid_rows for block in blocks))
         self.owners = list(product(range(RANKS), range(CTAS), range(warps)))
@@ -120,10 +133,17 @@ class Model:
         self.place_of: list[int] = [-1]
         places: dict[tuple, int] = {}
         numbers: dict[tuple, int] = {}
+        self.fenced: list[set[int]] = [set()]  # what must be visible before each store
         for operations in self.programs:
+            ahead: list[int] = []
+            behind_fence: set[int] = set()
             for operation in operations:
+                if isinstance(operation, Fence):
+                    behind_fence = set(ahead)
                 for place, tag in operation.words if isinstance(operation, Store) else ():
                     numbers[place, tag] = len(self.tags)
+                    self.fenced.append(behind_fence)
+                    ahead.append(len(self.tags))
                     self.tags.append(tag)
                     self.place_of.append(places.setdefault(place, len(places)))
         self.num_places = len(places)
@@ -132,7 +152,7 @@ class Model:
         for index, operations in enumerate(self.programs):
             self.words.append([])
             for position, operation in enumerate(operations):
-                of_operation = [] if isinstance(operation, Barrier) else operation.words
+                of_operation = operation.words if isinstance(operation, (Store, Await)) else []
                 self.words[-1].append([(places[place], numbers[place, tag]) for place, tag in of_operation])
                 if isinstance(operation, Await):
                     for word in of_operation:
@@ -160,6 +180,8 @@ class Model:
                     if isinstance(operation, Store):
                         pending.update(number for _, number in self.words[index][positions[index]])
                         positions[index] += 1
+                    elif isinstance(operation, Fence):
+                        positions[index] += 1
                     elif isinstance(operation, Barrier) and self.all_at(positions, index, operation):
                         for other in self.joined[index][operation.launch]:
                             positions[other] += 1
@@ -180,6 +202,8 @@ class Model:
         for number in sorted(pending, reverse=True):  # stores of one place are numbered in the order of their issue
             first[self.place_of[number]] = number
         for place, number in first.items():
+            if self.fenced[number] & pending:
+                continue
             for reader, position in self.readers[memory[place]]:
                 if positions[reader] <= position:
                     raise ProtocolError(
@@ -191,7 +215,8 @@ class Model:
                 continue
             words = self.words[index][position]
             seen = [(self.tags[memory[place]], self.tags[number]) for place, number in words]
-            if any(found is None or not self.variant.accepts(found, expected) for found, expected in seen):
+            waits = not isinstance(self.programs[index][position], Read)
+            if waits and any(found is None or not self.variant.accepts(found, expected) for found, expected in seen):
                 continue
             if any(memory[place] != number for place, number in words):
                 raise ProtocolError(f"stale: {self.owners[index]} takes {seen}")

@@ -35,8 +35,8 @@ REGIONS: dict[str, tuple[int, set[str]]] = {
     "results": (LAYOUT.results_offset, SYS_WORD),
     "slots": (LAYOUT.slots_offset, GPU_WORD),
     "partials": (LAYOUT.partials_offset, GPU_WORD),
-    "sums": (LAYOUT.sums_offset, SYS_WORD),
     "columns": (LAYOUT.columns_offset, SYS_WORD),
+    "sums": (LAYOUT.sums_offset, SYS_WORD),
 }
 # Of what is only reported; a kernel of the mode needs them, and others have none.
 REPORTS = {"none": set(), "local": {"partials", "sums"}, "full": {"partials", "sums", "columns"}}
@@ -111,7 +111,7 @@ def status_faults(found: list[Access]) -> list[str]:
     return faults
 
 
-def is_word(access: Access, kind: str, region: str) -> bool:
+def is_word(access: Access, kind: str | tuple[str, ...], region: str) -> bool:
     return access.pointer == "mailboxes" and access.opcode.startswith(kind) and region_of(access.offset) == region
 
 
@@ -129,7 +129,7 @@ def logits_faults(found: list[Access], logits: str) -> list[str]:
             faults.append(f"{what} in another order")
         return [access.opcode for access in found[first:last] if access.pointer == ORDER]
 
-    headers = [i for i, access in enumerate(found) if is_word(access, "ld", "headers")]
+    headers = [i for i, access in enumerate(found) if is_word(access, ("ld", "st"), "headers")]
     announced = [i for i, access in enumerate(found) if is_word(access, "st", "columns")]
     awaited = [i for i, access in enumerate(found) if is_word(access, "ld", "columns")]
     if FENCE not in between("header sent", 0, next(i for i, a in enumerate(found) if is_word(a, "st", "headers"))):

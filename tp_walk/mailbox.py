@@ -160,8 +160,8 @@ class MailboxLayout:
         results      [block & 1][step & 1][row][source rank]    words written by peers
         slots        [row][CTA]                                 words of this rank alone
         partials     [step & 1][row][CTA]                       words of this rank alone: a CTA's part of a log-sum-exp
-        sums         [step][row][source rank]                   words written by peers: a rank's part of one
         columns      [source rank][CTA]                         words written by peers: a CTA's logits are all here
+        sums         [step][row][source rank]                   words written by peers: a rank's part of one
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -191,11 +191,11 @@ class MailboxLayout:
     partials_offset: int = field(init=False)
     partials_step_stride: int = field(init=False)
     partials_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    columns_offset: int = field(init=False)
+    columns_source_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     sums_offset: int = field(init=False)
     sums_step_stride: int = field(init=False)
     sums_row_stride: int = field(init=False)
-    columns_offset: int = field(init=False)
-    columns_source_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -221,12 +221,12 @@ class MailboxLayout:
         slots = derive("slots_offset", results + 2 * results_block)
         partials = derive("partials_offset", slots + rows * self.slots_row_stride)
         partials_step = derive("partials_step_stride", rows * self.partials_row_stride)
-        sums = derive("sums_offset", partials + 2 * partials_step)
+        columns = derive("columns_offset", partials + 2 * partials_step)
+        sums = derive("sums_offset", columns + self.world_size * self.columns_source_stride)
         # Close together: one CTA looks at them, once, at the end.
         sums_row = derive("sums_row_stride", self.world_size * WORD_BYTES)
         sums_step = derive("sums_step_stride", _lines(rows * sums_row))
-        columns = derive("columns_offset", sums + MAX_GAMMA * sums_step)
-        derive("num_bytes", columns + self.world_size * self.columns_source_stride)
+        derive("num_bytes", sums + MAX_GAMMA * sums_step)
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""

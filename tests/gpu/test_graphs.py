@@ -43,7 +43,7 @@ def node_types(graph: torch.cuda.CUDAGraph) -> Counter[str]:
 
 def _nodes(world: int) -> None:
     here_is = lab("exact", SMALL, world)
-    for plan, batch, sampled, logits in itertools.product(PLANS, (1, 8, 64), (False, True), ("none", "local")):
+    for plan, batch, sampled, logits in itertools.product(PLANS, (1, 8, 64), (False, True), ("none", "local", "full")):
         if (plan, logits, world) != ("int8", "local", 2):  # a GPU that walks all of W2 copies its columns afterwards
             graph = _graph_with_everything(here_is, plan, batch, sampled, logits)
             assert node_types(graph) == {"Kernel": 1}, (plan, batch, sampled, logits)
@@ -55,7 +55,7 @@ def _graph_with_everything(here_is: Lab, plan: str, batch: int, sampled: bool, l
     given, runtime, device = here_is.inputs, here_is.runtime, here_is.device
     offset, valid = torch.zeros(1, dtype=torch.int64, device=device), torch.ones((), dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, 7, dtype=torch.int64, device=device)
-    out = WalkOutput(tokens, runtime.logits_buffer(batch, 7, "local") if logits == "local" else None)
+    out = WalkOutput(tokens, None if logits == "none" else runtime.logits_buffer(batch, 7, logits))
     arguments = (
         given.base[:batch, :7],
         given.anchors[:batch],

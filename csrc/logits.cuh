@@ -27,7 +27,7 @@ struct LogitsOutput {
         if (!sends() || !in_pieces()) return;
         fence_before_bulk_copies();
         if (cta.lane < pass.requests && cta.rows > 0 && is_wanted(pass.first_row + cta.lane))
-#pragma unroll
+#pragma unroll 1  // the service warps have no registers to spare
             for (int i = 0; i < kTargets; ++i)
                 bulk_store(target(i, pass, cta.lane), staged_base(p, s, cta, pass, cta.lane), cta.rows * sizeof(Logit));
         end_bulk_group();
@@ -39,9 +39,10 @@ struct LogitsOutput {
         for (int request = 0; request < pass.requests; ++request) {
             if (!is_wanted(pass.first_row + request)) continue;
             const Logit* staged = reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request));
-#pragma unroll
+#pragma unroll 1
             for (int i = 0; i < kTargets; ++i) {
                 Logit* out = target(i, pass, request);
+#pragma unroll 4
                 for (int row = cta.warp * kWarpSize + cta.lane; row < cta.rows; row += kServiceThreads) out[row] = staged[row];
             }
         }

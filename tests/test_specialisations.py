@@ -14,6 +14,7 @@ SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1)]
 # more than they compute. More would be W2 in the multiply warps: a spilled register of it is waited for at the start
 # and read back each step.
 SPILL_BYTES = {1: 8, 2: 8, 8: 48}
+LOGITS_SPILL_BYTES = 32  # of the service warps that copy logits and sum exponentials, too
 
 
 def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:
@@ -32,10 +33,11 @@ def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Spec
 @pytest.mark.parametrize(("int8", "rows", "world_size"), SHAPES)
 def test_specialisations_keep_their_registers(int8: bool, rows: int, world_size: int) -> None:
     for one in specialisations(int8, rows, world_size):
-        if one.logits != "none":
-            continue
+        if one.logits != "none" and world_size != 2:
+            continue  # differs from those by a few constants
         used = jit.compile_kernel("walk.cu", "walk", one.macros, HOPPER.arch).resources
-        assert used.stack_bytes <= SPILL_BYTES[world_size], (one.sampled, one.columns)
+        allowed = SPILL_BYTES[world_size] if one.logits == "none" else LOGITS_SPILL_BYTES
+        assert used.stack_bytes <= allowed, (one.sampled, one.logits, one.columns)
         # setmaxnreg hands registers from warp group to warp group; a launch must come with enough to hand out.
         assert used.registers * kernels.THREADS <= 65_536
         assert used.static_shared_bytes + one.placement.shared_bytes <= HOPPER.shared_limit

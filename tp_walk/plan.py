@@ -69,7 +69,8 @@ class WalkOutput(NamedTuple):
 
     tokens: `[batch, gamma]` int64, target ids.
     logits: `[batch, gamma, shard width]` ("local") or `[batch, gamma, V]` ("full"), bf16; float32 with rounding "none".
-    lse: `[batch, gamma]` float32, log-sum-exp of logit / T over the whole vocabulary (T = 1 for greedy rows).
+    lse: `[batch, gamma]` float32, log-sum-exp of logit / T over the whole vocabulary (T = 1 for greedy rows): within
+    1e-5 and a rounding to float32 of the exact value of the same logits, the same bits on every rank.
     plan: the plan that ran.
 
     What wasn't asked for is None. Rows from num_valid on aren't written, nor are the logits of greedy rows with

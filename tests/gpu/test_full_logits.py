@@ -1,6 +1,7 @@
 """Full logits in every rank's memory: right when the kernel ends, and untouched while somebody still reads them.
 
-SMALL's rows don't lie on 16-byte pieces and are copied by elements, QWEN3's by bulk copies.
+SMALL's rows, and sharded base logits with an odd tail, don't lie on 16-byte pieces and are copied by elements; the
+others of QWEN3 by bulk copies.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ def _reports_everywhere(vocab_size: int) -> None:
         right = here_is.alone.walk(batch, gamma, "reference", sampled=sampled, logits="full")
         assert right.logits is not None
         peers = runtime.logits_buffer(batch + 1, gamma)[:batch]
-        for how, memory in itertools.product(("peers", "collective"), (peers, torch.empty_like(peers), None)):
+        memories = peers, torch.empty_like(peers), None
+        for how, layout, memory in itertools.product(("peers", "collective"), ("full", "sharded"), memories):
             if memory is not None:
                 memory.fill_(7.0)
             out = WalkOutput(torch.empty_like(right.tokens), memory)
             with mock.patch.object(peer_logits, "FULL_LOGITS", ((float("inf"), how),)):
-                got = here_is.walk(batch, gamma, "tp_bf16", sampled=sampled, layout="sharded", logits="full", out=out)
-            assert_same(got.tokens, right.tokens, (batch, sampled, how))
-            assert_same(got.logits, right.logits, (batch, sampled, how))
+                got = here_is.walk(batch, gamma, "tp_bf16", sampled=sampled, layout=layout, logits="full", out=out)
+            assert_same(got.tokens, right.tokens, (batch, sampled, how, layout))
+            assert_same(got.logits, right.logits, (batch, sampled, how, layout))
     runtime.check()
 
 

@@ -42,7 +42,7 @@ struct LogitsOutput {
 #pragma unroll 1
             for (int i = 0; i < kTargets; ++i) {
                 Logit* out = target(i, pass, request);
-#pragma unroll 4
+#pragma unroll 2
                 for (int row = cta.warp * kWarpSize + cta.lane; row < cta.rows; row += kServiceThreads) out[row] = staged[row];
             }
         }

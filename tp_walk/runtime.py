@@ -221,8 +221,9 @@ class WalkRuntime:
 
         "full", where this runtime's tp_bf16 runs on several GPUs: memory that every rank's kernel writes into while the
         walk goes on; full logits into any other memory cost a copy. Making one is a collective, and all ranks walk with
-        the same ones. It lasts until `close`, which ends the tensor's memory, too. A walk that leads with its first
-        rows, `buffer[:batch]`, writes there as well.
+        the same ones. It lasts until `close`, which ends the tensor's memory, too. A walk into its
+        first rows, `buffer[:batch]`, does the same. From a failed walk until `reset` a peer may still write into it for
+        a moment.
 
         Raises:
             SetupError, PlanUnavailableError: a rank can't allocate or map it; alike on every rank.

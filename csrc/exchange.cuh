@@ -24,12 +24,20 @@ constexpr int kSlotsPerLane = TPW_MAX_GRID / kWarpSize;
 static_assert(TPW_MAX_GRID % kWarpSize == 0 && TPW_MAX_GRID <= TPW_MAX_CTAS, "every slot is polled by a lane");
 static_assert(TPW_WORLD_SIZE * TPW_HEADER_WORDS <= kWarpSize, "a lane a header word");
 
+// The kernel writes into peers' memory beside the mailboxes, which mailbox.cuh says the rules of.
+constexpr bool kPeerLogits = TPW_LOGITS == 2;
+
 struct WalkExchange {
     const WalkParams& p;
     u64 block, expiry;
 
     __device__ __forceinline__ char* mailbox() const { return p.mailboxes[p.rank]; }  // this rank's
     __device__ __forceinline__ Exchange watch() const { return {p.mailboxes, p.status, static_cast<u32>(p.rank), block, expiry}; }
+
+    // This rank's place among those that agree, and who has which place: a rank that agrees with none is the first.
+    __device__ __forceinline__ u32 own_source() const { return kAgreeingRanks == 1 ? 0 : p.rank; }
+    __device__ __forceinline__ u32 rank_of(u32 source) const { return kAgreeingRanks == 1 ? p.rank : source; }
+    __device__ __forceinline__ char* mailbox_of(u32 source) const { return p.mailboxes[rank_of(source)]; }
 
     // By one thread, before anything else.
     __device__ static __forceinline__ void start(const WalkParams& p, uint64_t* block_number, uint64_t* expiry) {
@@ -54,7 +62,7 @@ struct WalkExchange {
     }
 
     // Next, where ranks exchange anything. publishes: the CTA sends something to other ranks, so it must know that all of them run
-    // the same launch.
+    // the same launch, and nobody may write into a peer's logits that what came before in the peer's stream still reads.
     __device__ __forceinline__ bool compare_headers(int lane, int cta, int valid, bool publishes) const {
         if (cta == 0) send_header(lane, valid);
         if (!publishes) return true;
@@ -67,6 +75,7 @@ struct WalkExchange {
             agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block, p.rank, word), header_tag(block), site, own) &&
                      header_agrees(own_watch, source, word, own);
         }
+        if constexpr (kPeerLogits) fence_system();
         return __all_sync(kFullWarp, agrees);
     }
 
@@ -190,13 +199,12 @@ struct WalkExchange {
         store_control(mailbox(), TPW_BLOCK_OFFSET, block + 1);
     }
 
-  private:
-    // Whose place among results and posts is this rank's: the first one where it agrees with none.
-    __device__ __forceinline__ u32 own_source() const { return kAgreeingRanks == 1 ? 0 : p.rank; }
-    // And the other way round.
-    __device__ __forceinline__ u32 rank_of(u32 source) const { return kAgreeingRanks == 1 ? p.rank : source; }
-    __device__ __forceinline__ char* mailbox_of(u32 source) const { return p.mailboxes[rank_of(source)]; }
+    // By a whole warp, every few polls: true when the wait must be given up.
+    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
+        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
+    }
 
+  private:
     __device__ static __forceinline__ void take(u64& first, u64& second, u64 key) {
         second = max(second, min(first, key));
         first = max(first, key);
@@ -206,10 +214,6 @@ struct WalkExchange {
         if (!is_second_in_flight(watch())) return false;
         fail(watch(), TPW_CODE_OVERLAP, {TPW_WAIT_HEADER, static_cast<u32>(p.rank), 0, 0}, 0, 0, 0);
         return true;
-    }
-
-    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
-        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
     }
 
     __device__ __forceinline__ void send_header(int lane, int valid) const {
@@ -230,6 +234,7 @@ struct WalkExchange {
             hash_field<TPW_HEADER_KEY_BITS>(sums[2]) << TPW_HEADER_KEY_SHIFT | hash_field<TPW_HEADER_OFFSET_BITS>(sums[3]) << TPW_HEADER_OFFSET_SHIFT |
                 hash_field<TPW_HEADER_ROWS_BITS>(sums[4]) << TPW_HEADER_ROWS_SHIFT |
                 hash_field<TPW_HEADER_LAST_TOKENS_BITS>(last_tokens) << TPW_HEADER_LAST_TOKENS_SHIFT};
+        if constexpr (kPeerLogits) fence_system();
         if (lane < TPW_WORLD_SIZE)
 #pragma unroll
             for (int word = 0; word < TPW_HEADER_WORDS; ++word)

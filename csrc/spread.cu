@@ -24,8 +24,6 @@ namespace tpw {
 
 constexpr int kSpreadWarps = TPW_SPREAD_WARPS;
 
-__device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
 }  // namespace tpw
 
 extern "C" __global__ void __launch_bounds__(TPW_SPREAD_WARPS * 32)
@@ -39,9 +37,9 @@ extern "C" __global__ void __launch_bounds__(TPW_SPREAD_WARPS * 32)
     const WalkExchange exchange{p, block, expiry};
     bool agrees = true;
     if (warp == 0) {
-        fence_sys();
+        fence_system();
         agrees = exchange.open(lane, cta, valid) && exchange.compare_headers(lane, cta, valid, true);
-        fence_sys();
+        fence_system();
     } else if (spread.shard_width > 0) {
         copy_rows(p, spread, valid, p.rank, (warp - 1) * ctas + cta, (kSpreadWarps - 1) * ctas, lane);
     }
@@ -55,10 +53,10 @@ extern "C" __global__ void __launch_bounds__(TPW_SPREAD_WARPS * 32)
         const u32 peer = threadIdx.x;
         const Exchange watch = exchange.watch();
         const u64 tag = header_tag(block);
-        fence_sys();
+        fence_system();
         store_word<Scope::sys>(arrival_word(p.mailboxes[peer], p.rank, cta), 0, tag);
         u64 key;
         await_word<Scope::sys>(watch, arrival_word(exchange.mailbox(), peer, cta), tag, {TPW_WAIT_ARRIVAL, peer, 0, static_cast<u32>(cta)}, key);
-        fence_sys();
+        fence_system();
     }
 }

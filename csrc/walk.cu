@@ -5,6 +5,8 @@
 // w + kMultiplyWarps, ...: the first TPW_REG_TILES of those in registers, the next ones in shared memory, and what doesn't fit
 // is streamed each step. A *pass* is one step of one group of requests (the columns of the MMAs).
 #include "exchange.cuh"
+#include "logits.cuh"
+#include "lse.cuh"
 #include "multiply.cuh"
 
 namespace tpw {
@@ -23,17 +25,6 @@ __device__ __forceinline__ const bf16* w1_row(const WalkParams& p, int64_t token
 
 __device__ __forceinline__ void store_token(const WalkParams& p, int row, int step, int64_t token) {
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
-}
-
-// By all service warps.
-__device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int thread) {
-    for (int request = 0; request < pass.requests; ++request) {
-        const int row = pass.first_row + request;
-        if (kSampled && p.logits_sampled_rows_only && s.rows[row].temperature == 0.0f) continue;
-        const BaseLogit* staged = staged_base(p, s, cta, pass, request);
-        Logit* out = static_cast<Logit*>(p.logits) + row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
-        for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
-    }
 }
 
 // ---- the warps that multiply -----------------------------------------------------------------------------------------
@@ -88,6 +79,9 @@ struct Service {
     // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
     __device__ __forceinline__ int lag() const { return passes.groups > 2 ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
+    // Made where they are used: members of this would live in memory.
+    __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta, passes, exchange}; }
+    __device__ __forceinline__ LogSumExp lse() const { return {p, s, cta, exchange}; }
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
@@ -120,8 +114,8 @@ struct Service {
     __device__ __forceinline__ bool open() const {
         if (!exchange.open(lane, cta.index, cta.batch)) return false;
         if (kAgreeingRanks == 1) return true;
-        // By its own posts, or as an aggregator; and CTA 0 looks at the headers should no row be valid.
-        const bool publishes = posts || cta.index < cta.batch;
+        // By its own posts, as an aggregator, or logits; and CTA 0 looks at the headers should no row be valid.
+        const bool publishes = posts || kPeerLogits || cta.index < cta.batch;
         return exchange.compare_headers(lane, cta.index, cta.batch, publishes || cta.index == 0);
     }
 
@@ -223,17 +217,23 @@ struct Service {
         for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
         for (int index = 0; index < passes.count; ++index) {
             const Pass pass = passes.at(index);
+            if (index > 0) combine_lse(passes.at(index - 1));
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
             const bool alive = !s.has_failed();
             if (alive) {
                 contribute(pass);
+                if constexpr (kLogits) logits().start(pass);
                 if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
-                if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
+                if constexpr (kLogits) {
+                    logits().copy(pass);
+                    if (p.lse) lse().contribute(pass);
+                }
             }
             // The buffer's base logits, and the logits in their place, have been read by all.
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
             if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {
-                fence_before_bulk_loads();
+                if constexpr (kLogits) await_bulk_reads();
+                fence_before_bulk_copies();
                 stage_base(p, s, cta, passes.at(index + 2));
             }
             if (index + lead() >= passes.count) continue;
@@ -242,7 +242,21 @@ struct Service {
             stage_u(next);
         }
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
+        if (passes.count > 0) combine_lse(passes.at(passes.count - 1));
+        if constexpr (kLogits) {
+            logits().finish();
+            if constexpr (kPeerLogits) {
+                named_barrier(kServiceBarrier, kServiceThreads);
+                if (!s.has_failed()) logits().announce();
+            }
+        }
         if (cta.index == 0) finish();
+    }
+
+    // Of the pass before: its parts are in by now. And not later, as mailbox.cuh has it: results of the rows' next step follow.
+    __device__ __forceinline__ void combine_lse(const Pass& pass) const {
+        if constexpr (kLogits)
+            if (p.lse && !s.has_failed() && !lse().combine(pass)) fail();
     }
 
     // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
@@ -251,6 +265,10 @@ struct Service {
         const bool alive = !s.has_failed();
         for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index), alive);
         if (is_split(p) && !s.has_failed()) receive_tokens(rows);
+        if constexpr (kLogits) {
+            if (p.lse && !s.has_failed() && !lse().finish(thread)) fail();
+            if (kPeerLogits && !s.has_failed() && !logits().arrived()) fail();
+        }
         named_barrier(kServiceBarrier, kServiceThreads);
         if (s.control->failed) {
             for (int i = thread; i < rows * p.gamma; i += kServiceThreads) store_token(p, i / p.gamma, i % p.gamma, anchor(p, i / p.gamma));

@@ -46,9 +46,10 @@ struct WalkParams {
     int64_t* tokens;
     int64_t tokens_stride_row;
     int64_t tokens_stride_step;
-    void* logits;                // where this rank's columns go
+    void* logits[kMaxWorld];     // where this rank's columns go: [0] alone, or (logits "full") every rank's memory; null: nowhere
     int64_t logits_stride_row;
     int64_t logits_stride_step;
+    float* lse;                  // [batch, gamma] contiguous, or null
     const int32_t* num_valid;    // null: all rows
     uint64_t launch_fields;      // what all ranks must agree on, packed by mailbox.pack_header
     int32_t batch;

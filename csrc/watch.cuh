@@ -30,7 +30,7 @@ struct Exchange {
 // turns of ranks that share a GPU in tests, during which nobody looks.
 constexpr u32 GRACE_NS = 50'000'000;
 
-// What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
+// What a thread waits for: TPW_WAIT_*, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
     u32 wait;
     u32 source;

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -27,10 +27,13 @@ class Variant:
 
     header_parity, result_parity: words of successive blocks lie apart. step_parity: results of successive steps do.
     block_in_tag, phase_in_tag: what a reader compares; with neither it takes whatever has been written.
-    aggregators_wait: for every rank's header before they publish (CTA 0 waits in a block without a valid row anyhow).
+    publishers_wait: for every rank's header before they store into peers' mailboxes, aggregators or all CTAs that post
+    (CTA 0 waits in a block without a valid row anyhow).
     multiplied: a pass's keys exist once all warps have brought its u. same_warp: the warp that reads a row's results
     stores the row's next slot. lead: how many passes u is ahead of the results; None is as the kernel has it.
     keeps_logits: the service warps also meet after each pass, as in the kernels that keep logits.
+    post_copies: a block with one valid row is walked by posts, in so many copies (0: by its aggregator). warps_meet:
+    the service warps, each of which has read its share of the posts, before one of them posts the next key.
     """
 
     header_parity: bool = True
@@ -38,11 +41,13 @@ class Variant:
     step_parity: bool = True
     block_in_tag: bool = True
     phase_in_tag: bool = True
-    aggregators_wait: bool = True
+    publishers_wait: bool = True
     multiplied: bool = True
     same_warp: bool = True
     lead: int | None = None
     keeps_logits: bool = False
+    post_copies: int = 0
+    warps_meet: bool = True
 
     def accepts(self, seen: tuple[int, int], expected: tuple[int, int]) -> bool:
         return (not self.block_in_tag or seen[0] == expected[0]) and (not self.phase_in_tag or seen[1] == expected[1])
@@ -80,6 +85,16 @@ class Await:
 
 
 @dataclass(frozen=True)
+class Read(Await):
+    """Takes what is there, waiting for nothing."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """No store of the warp after it becomes visible before those ahead of it."""
+
+
+@dataclass(frozen=True)
 class Arrive:
     """This warp's arrival at a barrier with a name of its own, of the CTA's warps or (launch) of the rank's."""
 
@@ -95,11 +110,12 @@ class Join:
     launch: bool = False
 
 
-Operation = Store | Await | Arrive | Join
+Operation = Store | Await | Fence | Arrive | Join
 
 
 Rows: TypeAlias = Callable[[int, int], list[int]]
 Result: TypeAlias = Callable[[int, int, int, int], tuple[Place, Tag]]
+Post: TypeAlias = Callable[[int, int, int, int, int], tuple[Place, Tag]]
 
 
 def program(
@@ -121,6 +137,11 @@ def program(
         def slot(row: int, of_cta: int, step: int, number: int = number) -> tuple:
             return ("slot", rank, row, of_cta), (number, step + 1)
 
+        def post(destination: int, copy: int, source: int, of_cta: int, step: int, number: int = number) -> tuple:
+            parities = number % 2 if variant.result_parity else 0, step % 2 if variant.step_parity else 0
+            return ("post", destination, parities, copy, source, of_cta), (number, step + 1)
+
+        posts = variant.post_copies > 0 and block.valid_rows == 1
         groups = -(-block.valid_rows // size.requests)
         count = groups * block.gamma
         lead = variant.lead or (1 if groups == 1 else 2)
@@ -129,6 +150,12 @@ def program(
             first = index % groups * size.requests
             of_pass = range(first, min(first + size.requests, block.valid_rows))
             return [row for row in of_pass if (row - first) % size.warps == of_warp]
+
+        def collect(index: int, number: int = number, post: Post = post) -> list[Operation]:
+            shared = list(product(range(size.ranks), range(size.ctas)))[warp :: size.warps]
+            words = tuple(post(rank, cta % variant.post_copies, *writer, index) for writer in shared)
+            meeting = [Arrive((number, "posts", index)), Join((number, "posts", index))]
+            return [Await(words), *(meeting if variant.warps_meet else [])]
 
         def receive(index: int, groups: int = groups, rows: Rows = rows, result: Result = result) -> list[Operation]:
             reader = warp if variant.same_warp else (warp + 1) % size.warps
@@ -139,8 +166,8 @@ def program(
         if warp == size.warps - 1:
             if cta == 0:
                 yield Store(tuple(header(peer, rank) for peer in range(size.ranks)))
-            publishes = cta < block.valid_rows
-            if (publishes and variant.aggregators_wait) or (cta == 0 and not block.valid_rows):
+            publishes = posts or cta < block.valid_rows
+            if (publishes and variant.publishers_wait) or (cta == 0 and not block.valid_rows):
                 yield Await(tuple(header(rank, peer) for peer in range(size.ranks)))
         for index in range(min(lead, count)):
             yield Arrive((number, "u", index))
@@ -148,10 +175,13 @@ def program(
             if variant.multiplied:
                 yield Join((number, "u", index))
             step, own = index // groups, rows(index, warp)
-            if own:
+            if own and posts:
+                copies = product(range(size.ranks), range(variant.post_copies))
+                yield Store(tuple(post(peer, copy, rank, cta, step) for peer, copy in copies))
+            elif own:
                 yield Store(tuple(slot(row, cta, step) for row in own))
             for row in own:
-                if row % size.ctas == cta:
+                if row % size.ctas == cta and not posts:
                     yield Await(tuple(slot(row, other, step) for other in range(size.ctas)))
                     yield Store(tuple(result(peer, row, rank, step) for peer in range(size.ranks)))
             if variant.keeps_logits:
@@ -159,11 +189,11 @@ def program(
                 yield Join((number, "read", index))
             if index + lead < count:
                 if index + lead >= groups:
-                    yield from receive(index + lead - groups)
+                    yield from (collect if posts else receive)(index + lead - groups)
                 yield Arrive((number, "u", index + lead))
         if cta == 0:
             for index in range(count - groups, count):
-                yield from receive(index)
+                yield from (collect if posts else receive)(index)
         # The end of one kernel and the start of the next.
         yield Arrive((number,), launch=True)
         yield Join((number,), launch=True)
@@ -171,11 +201,19 @@ def program(
 
 @dataclass(frozen=True)
 class Stored:
-    """A word of a place, in the order of their issue: the (warp, position) of its store, and of all who must see it."""
+    """A word of a place, in the order of their issue: the (warp, position) of its store, and of all who must see it.
+
+    followers: stores of the same warp that a fence holds back until this one is visible.
+    """
 
     tag: Tag
     issue: tuple[int, int]
     readers: list[tuple[int, int]] = field(default_factory=list)
+    followers: list[Stored] = field(default_factory=list)
+
+    def is_seen(self, positions: Sequence[int]) -> bool:
+        own = any(all_passed(positions, [reader]) for reader in self.readers)
+        return own or any(follower.is_seen(positions) for follower in self.followers)
 
 
 class ProtocolError(Exception):
@@ -190,15 +228,29 @@ class Model:
     or any issued since. A store is an error as soon as it is issued where a reader of the word before isn't through.
     """
 
-    def __init__(self, variant: Variant, size: Size, blocks: tuple[Block, ...]) -> None:
+    def __init__(
+        self,
+        variant: Any,
+        size: Size,
+        blocks: tuple[Block, ...],
+        program: Callable[..., Iterator[Operation]] = program,
+    ) -> None:
         self.variant = variant
         self.owners = list(product(range(size.ranks), range(size.ctas), range(size.warps)))
         self.programs = [list(program(variant, size, blocks, *owner)) for owner in self.owners]
         self.stores: dict[Place, list[Stored]] = {}
         for index, operations in enumerate(self.programs):
+            ahead: list[Stored] = []  # of the warp's last fence
+            behind: list[Stored] = []
             for position, operation in enumerate(operations):
+                if isinstance(operation, Fence):
+                    ahead, behind = ahead + behind, []
                 for place, tag in operation.words if isinstance(operation, Store) else ():
-                    self.stores.setdefault(place, []).append(Stored(tag, (index, position)))
+                    store = Stored(tag, (index, position))
+                    self.stores.setdefault(place, []).append(store)
+                    behind.append(store)
+                    for before in ahead:
+                        before.followers.append(store)
         for index, operations in enumerate(self.programs):
             for position, operation in enumerate(operations):
                 for place, tag in operation.words if isinstance(operation, Await) else ():
@@ -246,15 +298,22 @@ class Model:
     def visible(self, positions: Sequence[int], place: Place) -> list[Tag]:
         """What a reader may find in a place; nothing, where that may also be the memory as it was zeroed."""
         issued = [store for store in self.stores[place] if all_passed(positions, [store.issue])]
-        seen = [any(all_passed(positions, [reader]) for reader in store.readers) for store in issued]
-        first = max((number for number, was_seen in enumerate(seen) if was_seen), default=0)
+        first = max((number for number, store in enumerate(issued) if store.is_seen(positions)), default=0)
         return [store.tag for store in issued[first:]]
+
+    def check_read(self, positions: Sequence[int], index: int, read: Read) -> None:
+        for place, expected in read.words:
+            found = self.visible(positions, place)
+            if found != [expected] or not self.stored(place, expected).is_seen(positions):
+                raise ProtocolError(f"stale: {self.owners[index]} may read {found} for {expected} in {place}")
 
     def successors(self, positions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         for index, position in enumerate(positions):
             operation = self.programs[index][position] if position < len(self.programs[index]) else None
             if not isinstance(operation, Await):
                 continue
+            if isinstance(operation, Read):
+                self.check_read(positions, index, operation)
             accepted = [
                 [seen for seen in self.visible(positions, place) if self.variant.accepts(seen, expected)]
                 for place, expected in operation.words
@@ -297,6 +356,7 @@ ONE_WARP = Size(warps=1, requests=1)  # more than one row is more than one group
 TWO_WARPS = Size(warps=2, requests=2)
 ONE_ROW = (Block(1, 1),) * 3
 THREE_RANKS = Size(warps=1, requests=1, ranks=3)
+POSTS = Variant(post_copies=2)
 
 SAFE = [
     # One group of requests.
@@ -320,6 +380,18 @@ def test_the_protocol_holds_in_every_interleaving(size: Size, blocks: tuple[Bloc
     assert Model(Variant(keeps_logits=keeps_logits), size, blocks).check() > 5
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("size", [ONE_WARP, TWO_WARPS], ids=str)
+@pytest.mark.parametrize(
+    "blocks",
+    [(Block(3, 1),) * 2, ONE_ROW, (Block(2, 1), Block(1, 0), Block(2, 1)), (Block(2, 1), Block(2, 2), Block(1, 1))],
+    ids=str,
+)
+def test_posts_hold_in_every_interleaving(size: Size, blocks: tuple[Block, ...], copies: int) -> None:
+    """Alone, and in turns with blocks that have aggregators or nothing to do."""
+    assert Model(Variant(post_copies=copies), size, blocks).check() > 5
+
+
 # Which rule is there for what: taken away, the search finds it; the words are its own.
 BROKEN = {
     "no block parity of headers: a rank two blocks on overwrites what an idle CTA 0 hasn't seen": (
@@ -329,7 +401,7 @@ BROKEN = {
         "lost",
     ),
     "no block parity of results, nor a wait for headers before publishing": (
-        Variant(result_parity=False, aggregators_wait=False),
+        Variant(result_parity=False, publishers_wait=False),
         ONE_WARP,
         ONE_ROW,
         "lost",
@@ -361,6 +433,31 @@ BROKEN = {
         (Block(3, 1),),
         "deadlock",
     ),
+    "posts without step parity: the next one overwrites what a slow CTA hasn't seen": (
+        replace(POSTS, step_parity=False),
+        ONE_WARP,
+        (Block(3, 1),),
+        "lost",
+    ),
+    "posts without block parity, nor a wait for headers": (
+        replace(POSTS, result_parity=False, publishers_wait=False),
+        ONE_WARP,
+        ONE_ROW,
+        "lost",
+    ),
+    "posts without a block in the tag": (replace(POSTS, block_in_tag=False), ONE_WARP, ONE_ROW, "stale"),
+    "posts without a step in the tag: those of two steps ago pass for new": (
+        replace(POSTS, phase_in_tag=False),
+        ONE_WARP,
+        (Block(3, 1),),
+        "stale",
+    ),
+    "a CTA's warps don't meet: the next key is posted while one of them still reads": (
+        replace(POSTS, warps_meet=False, multiplied=False),
+        TWO_WARPS,
+        (Block(3, 1),),
+        "lost",
+    ),
     "a row's slot is stored by a warp that hasn't read the results before, nor waits for those that have": (
         Variant(multiplied=False, same_warp=False),
         TWO_WARPS,
@@ -378,10 +475,17 @@ def test_the_search_finds_what_each_rule_is_for(
         Model(variant, size, blocks).check()
 
 
-@pytest.mark.parametrize("variant", [Variant(result_parity=False), Variant(aggregators_wait=False)], ids=str)
-def test_results_are_protected_twice(variant: Variant) -> None:
-    """By block parity, and by the aggregators' wait for headers: one of them would do."""
-    assert Model(variant, ONE_WARP, ONE_ROW).check() > 5
+@pytest.mark.parametrize("variant", [Variant(result_parity=False), Variant(publishers_wait=False)], ids=str)
+@pytest.mark.parametrize("post_copies", [0, 2])
+def test_results_and_posts_are_protected_twice(variant: Variant, post_copies: int) -> None:
+    """By block parity, and by their writers' wait for headers: one of them would do."""
+    assert Model(replace(variant, post_copies=post_copies), ONE_WARP, ONE_ROW).check() > 5
+
+
+@pytest.mark.parametrize("variant", [replace(POSTS, multiplied=False), replace(POSTS, warps_meet=False)], ids=str)
+def test_the_posts_of_a_step_are_protected_twice(variant: Variant) -> None:
+    """By the meeting of the warps that read them, and by the multiplication before the next key: either would do."""
+    assert Model(variant, TWO_WARPS, (Block(3, 1),) * 2).check() > 5
 
 
 @pytest.mark.parametrize("variant", [Variant(multiplied=False), Variant(same_warp=False)], ids=str)

@@ -32,10 +32,10 @@ def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Spec
 @pytest.mark.parametrize(("int8", "rows", "world_size"), SHAPES)
 def test_specialisations_keep_their_registers(int8: bool, rows: int, world_size: int) -> None:
     for one in specialisations(int8, rows, world_size):
-        if one.logits != "none":
-            continue
+        if one.logits != "none" and world_size != 2:
+            continue  # differs from those by a few constants
         used = jit.compile_kernel("walk.cu", "walk", one.macros, HOPPER.arch).resources
-        assert used.stack_bytes <= SPILL_BYTES[one.sampled], (one.sampled, one.columns)
+        assert used.stack_bytes <= SPILL_BYTES[one.sampled], (one.sampled, one.logits, one.columns)
         # setmaxnreg hands registers from warp group to warp group; a launch must come with enough to hand out.
         assert used.registers * kernels.THREADS <= 65_536
         assert used.static_shared_bytes + one.placement.shared_bytes <= HOPPER.shared_limit

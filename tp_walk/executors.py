@@ -6,8 +6,8 @@ import ctypes
 
 import torch
 
-from tp_walk import jit
-from tp_walk.config import LogitsRows, settings
+from tp_walk import jit, peer_logits
+from tp_walk.config import settings
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.group import WalkGroup
 from tp_walk.kernels import (
@@ -22,6 +22,7 @@ from tp_walk.kernels import (
 from tp_walk.launch_order import launch_order
 from tp_walk.launches import Launch
 from tp_walk.mailbox import MailboxLayout, pack_header
+from tp_walk.peer_logits import RankBuffers
 from tp_walk.peers import PeerMailboxes
 from tp_walk.placement import Placement
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
@@ -44,14 +45,14 @@ def stored_rows(inputs: WalkInputs) -> torch.Tensor:
     return stored
 
 
-def log_sum_exp(logits: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
-    """`[batch, gamma]` float32 of `logits / T`: of `[batch, gamma, columns]` and `[batch]`; T = 1 for greedy rows."""
-    divisors: torch.Tensor | float = 1.0
-    if temperatures is not None:
-        given = temperatures[:, None, None]
-        divisors = torch.where(given > 0, given.clamp_min(1e-5), 1.0)
-    # An empty shard's sum is that of the padding, whose quotient with an infinite temperature would be NaN.
-    return torch.logsumexp(torch.nn.functional.pad(logits.float() / divisors, (0, 1), value=-torch.inf), -1)
+def keep_rows(inputs: WalkInputs, logits: torch.Tensor) -> None:
+    """Copies into logits_out the rows of `logits` that a walk writes."""
+    out = inputs.logits_out
+    assert out is not None
+    if inputs.num_valid is None and inputs.logits_rows == "all":
+        out.copy_(logits)
+    else:
+        torch.where(stored_rows(inputs)[:, None, None], logits, out, out=out)
 
 
 class KernelExecutor:
@@ -153,39 +154,43 @@ class KernelExecutor:
         return self._fragments.nbytes + scales + self._layout.num_bytes
 
     def walk(self, inputs: WalkInputs) -> None:
-        gathers = inputs.logits == "full" and self._agreeing > 1
-        if gathers or inputs.lse_out is not None:
-            self._walk_and_gather(inputs, gathers)
+        if inputs.logits == "full" and self._agreeing > 1:
+            self._walk_full(inputs)
         else:
             self._walk(inputs)
         # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
         self.check()
 
-    def _walk_and_gather(self, inputs: WalkInputs, gathers: bool) -> None:
-        """Full logits of a sharded plan, and log-sum-exp: from this rank's columns, by collectives after the walk."""
-        context, timeout_s = self._context, self._context.deadline.steady_s
-        batch, gamma = inputs.tokens.shape
-        dtype = torch.float32 if context.rounding == "none" else torch.bfloat16
-        own = torch.empty(batch, gamma, self._shard.width, dtype=dtype, device=context.device)
-        rows: LogitsRows = inputs.logits_rows if inputs.lse_out is None else "all"
-        self._walk(inputs._replace(logits="local", logits_rows=rows, logits_out=own))
-        if inputs.lse_out is not None:
-            lse = log_sum_exp(own, inputs.temperatures)
-            if self._agreeing > 1:
-                lse = torch.logsumexp(context.group.all_gather(lse, timeout_s), 0)
-            valid = stored_rows(inputs._replace(logits_rows="all"))
-            inputs.lse_out.copy_(torch.where(valid[:, None], lse, inputs.lse_out))
-        if inputs.logits_out is not None:
+    def _walk_full(self, inputs: WalkInputs) -> None:
+        """Full logits of a sharded plan: written by all ranks' kernels, or gathered afterwards."""
+        context, out = self._context, inputs.logits_out
+        assert out is not None  # WalkRuntime makes it
+        buffers = context.peer_logits
+        if peer_logits.full_logits_by(out.shape[0]) == "collective":
+            own = out.new_empty(*out.shape[:2], self._shard.width)
+            self._walk(inputs._replace(logits="local", logits_out=own))
             widths = [shard.width for shard in context.shards]
-            columns = context.group.all_gather_columns(own, widths, timeout_s) if gathers else own
-            inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], columns, inputs.logits_out))
+            keep_rows(inputs, context.group.all_gather_columns(own, widths, context.deadline.steady_s))
+            return
+        on_ranks = buffers.find(out)
+        if on_ranks is not None:
+            self._walk(inputs, on_ranks)
+            return
+        staged, on_ranks = buffers.staging((context.max_batch, context.max_gamma, out.shape[2]), out)
+        self._walk(inputs._replace(logits_out=staged), on_ranks)
+        keep_rows(inputs, staged)
+        # The next walk, on whatever stream, lets the peers write there again.
+        self._order.after(torch.cuda.current_stream(context.device))
 
-    def _walk(self, inputs: WalkInputs) -> None:
+    def _walk(self, inputs: WalkInputs, on_ranks: RankBuffers | None = None) -> None:
+        """One launch. on_ranks: where logits_out lies on every rank, if all ranks write there."""
         base = inputs.base_logits
         sampled = inputs.temperatures is not None
-        if self._context.rounding == "none" and keeps_logits(sampled, inputs.logits):
+        logits = "none" if inputs.logits == "none" and inputs.lse_out is None else "local"
+        if on_ranks is not None:
+            logits = "full"
+        if self._context.rounding == "none" and keeps_logits(sampled, logits):
             base = base.float()
-        logits = "none" if inputs.logits == "none" else "local"
         p = self._params
         rows = -(-base.shape[0] // p.shares)
         launches = self._launches[base.dtype == torch.float32, sampled, logits]
@@ -211,9 +216,14 @@ class KernelExecutor:
             p.key = p.offset = 0
         p.tokens = inputs.tokens.data_ptr()
         p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
+        p.logits[0] = None
         if inputs.logits_out is not None:
-            p.logits = inputs.logits_out.data_ptr()
+            p.logits[0] = inputs.logits_out.data_ptr()
+            if on_ranks is not None:
+                for rank, address in enumerate(on_ranks.addresses):
+                    p.logits[rank] = address + p.shard_start * inputs.logits_out.element_size()
             p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
+        p.lse = None if inputs.lse_out is None else inputs.lse_out.data_ptr()
         p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
         p.batch, p.gamma = base.shape[0], base.shape[1]
         p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
@@ -226,6 +236,8 @@ class KernelExecutor:
                 "logits": LOGITS_CODES[inputs.logits],
                 "logits_rows": p.logits_sampled_rows_only,
                 "sampled": int(sampled),
+                "lse": int(inputs.lse_out is not None),
+                "logits_buffer": 0 if on_ranks is None else on_ranks.number,
                 "base_logits": self._base_code(base, inputs.base_is_full),
             }
         )

@@ -7,8 +7,9 @@ import logging
 
 import torch
 
+from tp_walk.config import LogitsMode
 from tp_walk.errors import PlanUnavailableError, WalkError
-from tp_walk.executors import KernelExecutor, log_sum_exp, stored_rows
+from tp_walk.executors import KernelExecutor, keep_rows, stored_rows
 from tp_walk.mailbox import MAX_WORLD_SIZE
 from tp_walk.plan import ExecutorContext, WalkInputs
 from tp_walk.quantize import quantize_rows
@@ -84,8 +85,7 @@ class Int8Executor(WholeRowsExecutor):
         batch, gamma = inputs.tokens.shape
         whole = inputs.logits_out.new_empty(batch, gamma, context.shape.vocab_size)
         super().walk(inputs._replace(logits="full", logits_out=whole))
-        own = whole[..., context.shard.start : context.shard.stop]
-        inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], own, inputs.logits_out))
+        keep_rows(inputs, whole[..., context.shard.start : context.shard.stop])
 
     def _bring(self, base: torch.Tensor, is_full: bool, stream: int) -> None:
         if self._spread is None or is_full:
@@ -127,21 +127,22 @@ class Int8SplitExecutor(WholeRowsExecutor):
         """What is reported of all rows: from whole rows of each rank's share, by collectives after the walk."""
         context = self._context
         batch, gamma = inputs.tokens.shape
-        rank, ranks = context.group.rank, context.shape.world_size
-        dtype = torch.float32 if context.rounding == "none" else torch.bfloat16
-        own = torch.empty(-(-batch // ranks), gamma, context.shape.vocab_size, dtype=dtype, device=context.device)
-        self._walk(inputs._replace(logits="full", logits_rows="all", logits_out=own))
+        share = -(-batch // context.shape.world_size), gamma
+        own = lse = None
+        if inputs.logits_out is not None:
+            own = inputs.logits_out.new_empty(*share, context.shape.vocab_size)
         if inputs.lse_out is not None:
-            lse = torch.zeros(len(own), gamma, device=context.device)
-            mine = len(range(rank, batch, ranks))
-            temperatures = None if inputs.temperatures is None else inputs.temperatures[rank::ranks]
-            lse[:mine] = log_sum_exp(own[:mine], temperatures)
+            lse = inputs.lse_out.new_empty(share)
+        logits: LogitsMode = "none" if own is None else "full"
+        self._walk(inputs._replace(logits=logits, logits_rows="all", logits_out=own, lse_out=lse))
+        if inputs.lse_out is not None and lse is not None:
             valid = stored_rows(inputs._replace(logits_rows="all"))
             inputs.lse_out.copy_(torch.where(valid[:, None], self._all_rows(lse, batch), inputs.lse_out))
-        if inputs.logits_out is not None:
+        if own is not None:
             whole = self._all_rows(own, batch)
-            columns = whole if inputs.logits == "full" else whole[..., context.shard.start : context.shard.stop]
-            inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], columns, inputs.logits_out))
+            keep_rows(
+                inputs, whole if inputs.logits == "full" else whole[..., context.shard.start : context.shard.stop]
+            )
 
     def _all_rows(self, share: torch.Tensor, batch: int) -> torch.Tensor:
         """`[batch, …]` from each rank's share of the rows. A collective."""

@@ -75,9 +75,10 @@ class WalkParams(ctypes.Structure):
         ("tokens", _P),
         ("tokens_stride_row", _I64),
         ("tokens_stride_step", _I64),
-        ("logits", _P),
+        ("logits", _P * MAX_WORLD_SIZE),
         ("logits_stride_row", _I64),
         ("logits_stride_step", _I64),
+        ("lse", _P),
         ("num_valid", _P),
         ("launch_fields", _U64),
         ("batch", _I32),
@@ -109,7 +110,7 @@ def walk_macros(
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
-        "TPW_LOGITS": int(logits != "none"),
+        "TPW_LOGITS": LOGITS_CODES[logits],
         "TPW_CONTROL_BYTES": CONTROL_BYTES,
         "TPW_MAX_GRID": MAX_GRID,
         "TPW_PARAMS_BYTES": ctypes.sizeof(WalkParams),
@@ -121,8 +122,9 @@ def walk_macros(
 class Specialisation:
     """One cubin of csrc/walk.cu, and how its launches place W2.
 
-    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
-    rank's columns are written out. columns: what a pass multiplies; larger batches take several passes.
+    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none"; "local" if this rank's
+    columns are written to one place, or only their log-sum-exp is wanted; "full" if they are written to every rank's
+    memory. columns: what a pass multiplies; larger batches take several passes.
     """
 
     base_fp32: bool
@@ -149,7 +151,8 @@ def specialisations(
     rows: of W2, on the rank that has most. The others are as in `place` and `MailboxLayout`. Raises as `place`.
     """
     found = []
-    for base_fp32, sampled, logits in itertools.product((False, True), (False, True), ("none", "local")):
+    modes = ("none", "local", "full") if world_size > 1 and not int8 else ("none", "local")
+    for base_fp32, sampled, logits in itertools.product((False, True), (False, True), modes):
         if base_fp32 and rounding != "none":
             continue
         if rounding == "none" and not base_fp32 and keeps_logits(sampled, logits):

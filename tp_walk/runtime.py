@@ -17,9 +17,10 @@ import torch.distributed as dist
 from tp_walk.config import MAX_GAMMA, ROUNDINGS, Deadline, LogitsMode, LogitsRows, Rounding, WalkShape, settings
 from tp_walk.errors import PlanUnavailableError, RuntimeClosedError, WalkError, WalkInputError, WalkMismatch
 from tp_walk.group import WalkGroup
-from tp_walk.head import MarkovHead
+from tp_walk.head import MarkovHead, check_same_shapes
 from tp_walk.inputs import InputChecker
 from tp_walk.noise import Noise
+from tp_walk.peer_logits import PeerLogits
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, ExecutorContext, Plan, PlanExecutor, WalkOutput
 from tp_walk.plan_table import Layout
 from tp_walk.selection import Selector, agree_on_selector, select_here
@@ -118,6 +119,7 @@ class WalkRuntime:
             max_gamma=max_gamma,
             rounding=rounding,
             deadline=deadline,
+            peer_logits=PeerLogits(self._group, self.device),
         )
         self._inputs = InputChecker(
             head.vocab_size, head.target_vocab_size, self.shard, max_batch, max_gamma, rounding, self.device
@@ -216,11 +218,18 @@ class WalkRuntime:
     ) -> torch.Tensor:
         """A buffer for `walk(out=…)`: `[batch, gamma, columns of the mode]`, of the logits' dtype, uninitialised.
 
-        batch and gamma are the runtime's maxima if they aren't given.
+        batch, gamma: the runtime's maxima if they aren't given.
+        "full", where tp_bf16 runs on several GPUs: memory that every rank's kernel writes into while the walk goes on.
+        Any other costs a copy. Making one is a collective, and all ranks walk with the same one, or its first rows. It
+        lasts until `close`; from a failed walk until `reset` a peer may still write into it for a moment. Raises
+        SetupError or PlanUnavailableError where a rank can't allocate or map it, alike on every rank.
         """
         batch = self._context.max_batch if batch is None else batch
         gamma = self._context.max_gamma if gamma is None else gamma
-        return torch.empty(batch, gamma, self.logits_width(logits), dtype=self.logits_dtype, device=self.device)
+        shape = batch, gamma, self.logits_width(logits)
+        if logits == "full" and self.world_size > 1 and "tp_bf16" in self._executors:
+            return self._context.peer_logits.make(shape, self.logits_dtype)
+        return torch.empty(shape, dtype=self.logits_dtype, device=self.device)
 
     def logits_width(self, logits: LogitsMode) -> int:
         """Columns of the logits of a mode: the shard's width for "local", V for "full"."""
@@ -298,7 +307,7 @@ class WalkRuntime:
         context = self._context
 
         def load() -> ExecutorContext:
-            _check_same_shapes(context.head, head)
+            check_same_shapes(context.head, head)
             w1, d2t = _tables(head, self.device)
             if self.device.type == "cuda":
                 w1 = context.w1.copy_(w1)
@@ -419,9 +428,11 @@ class WalkRuntime:
     def _free(self) -> None:
         """Closes every executor, also where one raises; then raises what the first one did."""
         failure: WalkError | None = None
-        while self._executors:
+        closes = [executor.close for executor in reversed(self._executors.values())]
+        self._executors.clear()
+        for close in (*closes, self._context.peer_logits.close):
             try:
-                self._executors.popitem()[1].close()
+                close()
             except WalkError as error:
                 failure = failure or error
         if failure is not None:
@@ -488,13 +499,3 @@ def _check(max_batch: int, max_gamma: int, rounding: Rounding, plans: Sequence[s
 
 def _tables(head: MarkovHead, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     return head.w1.to(device).contiguous(), None if head.d2t is None else head.d2t.to(device).contiguous()
-
-
-def _check_same_shapes(old: MarkovHead, new: MarkovHead) -> None:
-    for name in ("vocab_size", "target_vocab_size", "markov_rank"):
-        if getattr(new, name) != getattr(old, name):
-            raise WalkInputError(
-                f"the new head's {name} is {getattr(new, name)}, the old one's {getattr(old, name)}; they must be equal"
-            )
-    if (new.d2t is None) != (old.d2t is None):
-        raise WalkInputError("one head has a d2t and the other has none; both or neither must")

@@ -8,7 +8,7 @@ import torch
 
 from tp_walk import jit
 from tp_walk.config import Rounding, settings
-from tp_walk.kernels import WalkParams
+from tp_walk.kernels import LOGITS_CODES, WalkParams
 from tp_walk.launches import Launch
 from tp_walk.mailbox import MAX_CTAS, MAX_WORLD_SIZE, MailboxLayout
 from tp_walk.peer_memory import PeerBuffer
@@ -40,6 +40,7 @@ def spread_macros(world_size: int, max_batch: int, *, base_fp32: bool) -> dict[s
         | {
             "TPW_AGREEING_RANKS": 1,
             "TPW_BASE_FP32": int(base_fp32),
+            "TPW_LOGITS": LOGITS_CODES["none"],
             "TPW_MAX_GRID": MAX_GRID,
             "TPW_PARAMS_BYTES": ctypes.sizeof(WalkParams),
             "TPW_SPREAD_PARAMS_BYTES": ctypes.sizeof(SpreadParams),

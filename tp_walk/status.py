@@ -26,8 +26,9 @@ class WalkCode(IntEnum):
 
 
 class Wait(IntEnum):
-    """The word that was waited for, or found to disagree: a rank's header, a CTA's slot, a rank's result, the arrival
-    of a rank's base logits, a token of a row that another rank walks.
+    """The word that was waited for, or found to disagree: a rank's header, a CTA's slot or part of a log-sum-exp, a
+    rank's result or part, the arrival of a rank's base logits, a token of a row that another rank walks, the logits of
+    a rank's CTA.
     """
 
     HEADER = 1
@@ -35,6 +36,7 @@ class Wait(IntEnum):
     RESULT = 3
     ARRIVAL = 4
     TOKEN = 5
+    LOGITS = 6
 
 
 # name -> (byte offset, struct format), little endian.
@@ -146,6 +148,7 @@ class WalkStatus:
             Wait.RESULT: f"the result of rank {self.source} at step {self.step}, row {self.row}",
             Wait.ARRIVAL: f"the base logits of rank {self.source}, part {self.row}",
             Wait.TOKEN: f"the token of rank {self.source} at step {self.step}, row {self.row}",
+            Wait.LOGITS: f"the logits of rank {self.source}",
         }[wait]
         tags = f"expected tag {describe_tag(self.expected)}, last saw {describe_tag(self.seen)}"
         if code == WalkCode.OVERLAP:

@@ -46,9 +46,11 @@ def _nodes(world: int) -> None:
     """Whole rows for those who walk them alone are brought by a kernel of its own; int8_split always has one before."""
     here_is = lab("exact", SMALL, world)
     for plan, layout, batch, sampled, logits in itertools.product(
-        plans_of(world), ("full", "sharded"), (1, 8, 64), (False, True), ("none", "local")
+        plans_of(world), ("full", "sharded"), (1, 8, 64), (False, True), ("none", "local", "full")
     ):
-        if plan != "tp_bf16" and logits == "local" and world > 1:
+        if plan == "int8_split" and logits != "none":
+            continue  # rows of logits are collected afterwards
+        if plan == "int8" and logits == "local" and world > 1:
             continue  # a GPU that walks all of W2 copies its columns afterwards
         graph = _graph_with_everything(here_is, plan, layout, batch, sampled, logits)
         count = 2 if plan == "int8_split" or (plan == "int8" and layout == "sharded" and world > 1) else 1
@@ -63,7 +65,7 @@ def _graph_with_everything(
     given, runtime, device = here_is.inputs, here_is.runtime, here_is.device
     offset, valid = torch.zeros(1, dtype=torch.int64, device=device), torch.ones((), dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, 7, dtype=torch.int64, device=device)
-    out = WalkOutput(tokens, runtime.logits_buffer(batch, 7, "local") if logits == "local" else None)
+    out = WalkOutput(tokens, None if logits == "none" else runtime.logits_buffer(batch, 7, logits))
     arguments = (
         here_is.laid_out(given.base[:batch, :7], layout),
         given.anchors[:batch],

@@ -13,6 +13,7 @@
 #include "async_copy.cuh"
 #include "dot.cuh"
 #include "noise.cuh"
+#include "rows.cuh"
 #include "score.cuh"
 #include "types.cuh"
 #include "walk_params.cuh"
@@ -35,7 +36,7 @@ constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 // next pass is there already, and noise is drawn where it is added.
 constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // Which kernels have code for a single request's posts (exchange.cuh).
-constexpr bool kPosts = kRequests == 4 && TPW_WORLD_SIZE <= TPW_POST_WORLD_SIZE;
+constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -63,7 +64,7 @@ static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host wid
 struct Cta {
     int lane, warp, index, count;  // warp: among its kind
     int first_row, rows;  // of this rank's shard
-    int batch;            // rows of the batch that are valid
+    int batch;            // valid rows that this rank walks
     bool whole;           // all rows of its tiles exist
 };
 
@@ -269,7 +270,7 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
 
 // By one warp, once the buffer's last readers have arrived at a barrier that this warp has waited for.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    static_assert(kRequests <= kWarpSize && kWarpRequests * TPW_WORLD_SIZE <= kWarpSize, "a lane a request");
+    static_assert(kRequests <= kWarpSize && kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
     const BaseLogit* row = base_logits(p, cta, pass.first_row + cta.lane, pass.step);
     const uint32_t shift = base_shift(p, cta, pass.first_row + cta.lane, pass.step);
@@ -290,35 +291,18 @@ __device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Sme
 
 // ---- rows of the batch -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint64_t noise_key(const WalkParams& p, int row) {
-    return p.key_pointer ? static_cast<uint64_t>(p.key_pointer[row * p.key_stride]) : p.key;
-}
-
-__device__ __forceinline__ uint64_t noise_offset(const WalkParams& p, int row) {
-    return p.offset_pointer ? static_cast<uint64_t>(p.offset_pointer[row * p.offset_stride]) : p.offset;
-}
-
-__device__ __forceinline__ uint64_t noise_slot(const WalkParams& p, int row) { return static_cast<uint64_t>(p.rows ? p.rows[row * p.rows_stride] : row); }
-
-__device__ __forceinline__ int64_t anchor(const WalkParams& p, int row) {
-    return p.anchors_are_int32 ? static_cast<const int32_t*>(p.anchors)[row * p.anchors_stride]
-                               : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
-}
-
-// Of W1 there is: an anchor out of range can't stop a captured graph (exchange.cuh flags it).
-__device__ __forceinline__ int64_t clamped(const WalkParams& p, int64_t token) { return min(max(token, int64_t{0}), p.target_vocab_size - 1); }
-
 __device__ __forceinline__ void load_rows(const WalkParams& p, const Smem& s, const Cta& cta, int thread) {
     for (int row = thread; row < cta.batch; row += kServiceThreads) {
         RowState& state = s.rows[row];
-        state.previous = static_cast<uint32_t>(clamped(p, anchor(p, row)));
+        const int given = batch_row(p, row);
+        state.previous = static_cast<uint32_t>(clamped(p, anchor(p, given)));
         if constexpr (kSampled) {
-            const uint64_t key = noise_key(p, row);
+            const uint64_t key = noise_key(p, given);
             state.key0 = static_cast<uint32_t>(key);
             state.key1 = static_cast<uint32_t>(key >> 32);
-            state.slot = static_cast<uint32_t>(noise_slot(p, row));
-            state.offset = static_cast<uint32_t>(noise_offset(p, row));
-            state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
+            state.slot = static_cast<uint32_t>(noise_slot(p, given));
+            state.offset = static_cast<uint32_t>(noise_offset(p, given));
+            state.temperature = effective_temperature(p.temperatures[given * p.temperatures_stride]);
             state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : -1.0f;
         }
     }

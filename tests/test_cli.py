@@ -207,13 +207,15 @@ def test_the_jobs_are_each_plans_specialisations_once() -> None:
     found = precompile.jobs(151_936, 256, (1, 2), 64, ("engine",))
     assert len({(job.source, job.macros) for job in found}) == len(found)
     walks = [job for job in found if job.source == "walk.cu"]
-    assert len(found) == len(walks) + 1  # the self-test of two ranks
-    for plan, world_size in (("tp_bf16", 1), ("int8", 1), ("tp_bf16", 2)):
+    # The exchange of base logits, and the self-test, of two ranks.
+    assert [job.source for job in found if job.source != "walk.cu"] == ["spread.cu", "pair_test.cu"]
+    for plan, world_size in (("tp_bf16", 1), ("int8", 1), ("tp_bf16", 2), ("int8", 2)):
         purposes = [job.purpose for job in walks if job.purpose.startswith(f"{plan} on {world_size}:")]
         assert {("greedy" in purpose, "none" in purpose) for purpose in purposes} == {
             (greedy, none) for greedy in (False, True) for none in (False, True)
         }
-    assert any("fp32 base" in job.purpose for job in precompile.jobs(151_936, 256, (2,), 64, ("none",)))
+    fp32 = [job.source for job in precompile.jobs(151_936, 256, (2,), 64, ("none",)) if "fp32 base" in job.purpose]
+    assert set(fp32) == {"walk.cu", "spread.cu"}
 
 
 def test_a_shape_that_no_kernel_serves_is_refused_with_the_reason() -> None:

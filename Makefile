@@ -8,12 +8,13 @@ READY := $(VENV)/.ready
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: help setup serve test test-gpu lint bench clean
+.PHONY: help setup serve test test-gpu sanitize lint bench clean
 
 help:
 	@echo "make serve      the main job on real text: torchrun, NPROC=$(NPROC) ranks, GPU or CPU (ARGS=... for its options)"
 	@echo "make test       tests that need no GPU"
 	@echo "make test-gpu   tests that need one or two GPUs"
+	@echo "make sanitize   compute-sanitizer on small walks, where it is installed, on a GPU (ARGS=... for its options)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the speed table, on GPUs (ARGS=... for its options)"
 
@@ -32,6 +33,9 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+sanitize: $(READY)
+	$(BIN)/python experiments/sanitize.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-// Bulk asynchronous copies into shared memory, and the mbarrier that says when they are there.
+// Bulk asynchronous copies into shared memory, and the mbarrier that says when they are there; and out of it.
 #pragma once
 
 #include "types.cuh"
@@ -30,8 +30,20 @@ __device__ __forceinline__ void bulk_load(void* target, const void* source, uint
                  : "memory");
 }
 
+// From shared memory into global memory, a peer's too. Addresses and size as above. Part of this thread's next group.
+__device__ __forceinline__ void bulk_store(void* target, const void* source, uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(target)), "r"(shared_address(source)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void end_bulk_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until the copies of all this thread's groups have read their sources, or (the second) have been written as well.
+__device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void await_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Orders ordinary accesses to shared memory that this thread knows of, by a barrier, before the bulk copies that it starts.
-__device__ __forceinline__ void fence_before_bulk_loads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Waits for the barrier's phase of this parity. Who arrives is either the copy engine, or warps whose own waits are bounded.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {

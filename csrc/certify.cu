@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const ChaseSmem s(shared_memory);
     const WalkParams& walk = p.walk;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cta = blockIdx.x, ctas = gridDim.x;
-    const int batch = walk.num_valid ? min(max(*walk.num_valid, 0), walk.batch) : walk.batch;
+    const int batch = valid_rows(walk);
     if (threadIdx.x == 0) {
         WalkExchange::start(walk, &s.control->block, &s.control->expiry);
         s.control->failed = 0;
@@ -103,15 +103,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
 
     // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
     if (warp == kCertifyWarps - 1) {
-        const bool open = exchange.open(lane, cta, false, batch, [&](int row, HeaderTensor tensor) -> uint64_t {
-            switch (tensor) {
-                case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(walk, row));
-                case HeaderTensor::temperatures: return walk.temperatures ? __float_as_uint(walk.temperatures[row * walk.temperatures_stride]) : 0;
-                case HeaderTensor::key: return noise_key(walk, row);
-                case HeaderTensor::offset: return noise_offset(walk, row);
-                default: return noise_slot(walk, row);
-            }
-        });
+        const bool open = exchange.open(lane, cta, batch) && (kAgreeingRanks == 1 || exchange.compare_headers(lane, cta, batch, cta == 0));
         if (!open && lane == 0) s.control->failed = 1;
     }
 

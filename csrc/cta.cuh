@@ -13,6 +13,7 @@
 #include "async_copy.cuh"
 #include "dot.cuh"
 #include "noise.cuh"
+#include "rows.cuh"
 #include "score.cuh"
 #include "types.cuh"
 #include "walk_params.cuh"
@@ -35,7 +36,7 @@ constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 // next pass is there already, and noise is drawn where it is added.
 constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // Which kernels have code for a single request's posts (exchange.cuh).
-constexpr bool kPosts = kRequests == 4 && TPW_WORLD_SIZE <= TPW_POST_WORLD_SIZE;
+constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -63,7 +64,7 @@ static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host wid
 struct Cta {
     int lane, warp, index, count;  // warp: among its kind
     int first_row, rows;  // of this rank's shard
-    int batch;            // rows of the batch that are valid
+    int batch;            // valid rows that this rank walks
     bool whole;           // all rows of its tiles exist
 };
 
@@ -160,7 +161,7 @@ struct __align__(16) RowState {
     uint32_t key0, key1, slot, offset;
     float temperature;  // effective: 0 is greedy
     float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
-    int32_t batch_row;
+    uint32_t unused;
 };
 
 struct __align__(16) Control {
@@ -254,26 +255,23 @@ struct Passes {
     }
 };
 
-// The row of the batch that is this row of the walk.
-__device__ __forceinline__ int batch_row(const WalkParams& p, int row) { return p.batch_rows ? p.batch_rows[row] : row; }
-
 // ---- base logits -----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ const BaseLogit* base_logits(const WalkParams& p, const Cta& cta, int row, int step) {
-    return static_cast<const BaseLogit*>(p.base_logits) + batch_row(p, row) * p.base_stride_row + step * p.base_stride_step + cta.first_row;
+    return static_cast<const BaseLogit*>(p.base_logits) + base_row(p, row) * p.base_stride_row + step * p.base_stride_step + cta.first_row;
 }
 
 // A row may start on any element, and bulk copies move 16-byte pieces: copy from the piece that holds the first element to
 // the one that holds the last. The bytes beside the row that come along share a 16-byte piece with it, so an allocation too.
 // Only the low bits of the address count, so 32-bit arithmetic will do.
 __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& cta, int row, int step) {
-    const uint32_t elements = batch_row(p, row) * static_cast<uint32_t>(p.base_stride_row) + step * static_cast<uint32_t>(p.base_stride_step) + cta.first_row;
+    const uint32_t elements = base_row(p, row) * static_cast<uint32_t>(p.base_stride_row) + step * static_cast<uint32_t>(p.base_stride_step) + cta.first_row;
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
 // By one warp, once the buffer's last readers have arrived at a barrier that this warp has waited for.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    static_assert(kRequests <= kWarpSize && kWarpRequests * TPW_WORLD_SIZE <= kWarpSize, "a lane a request");
+    static_assert(kRequests <= kWarpSize && kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
     const BaseLogit* row = base_logits(p, cta, pass.first_row + cta.lane, pass.step);
     const uint32_t shift = base_shift(p, cta, pass.first_row + cta.lane, pass.step);
@@ -294,40 +292,17 @@ __device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Sme
 
 // ---- rows of the batch -----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint64_t noise_key(const WalkParams& p, int row) {
-    return p.key_pointer ? static_cast<uint64_t>(p.key_pointer[row * p.key_stride]) : p.key;
-}
-
-__device__ __forceinline__ uint64_t noise_offset(const WalkParams& p, int row) {
-    return p.offset_pointer ? static_cast<uint64_t>(p.offset_pointer[row * p.offset_stride]) : p.offset;
-}
-
-__device__ __forceinline__ uint64_t noise_slot(const WalkParams& p, int row) { return static_cast<uint64_t>(p.rows ? p.rows[row * p.rows_stride] : row); }
-
-__device__ __forceinline__ int64_t anchor(const WalkParams& p, int row) {
-    return p.anchors_are_int32 ? static_cast<const int32_t*>(p.anchors)[row * p.anchors_stride]
-                               : static_cast<const int64_t*>(p.anchors)[row * p.anchors_stride];
-}
-
-// Before the first step: the anchor, or where steps are skipped the last token of those.
-__device__ __forceinline__ int64_t first_token(const WalkParams& p, int batch_row, int first_step) {
-    return first_step > 0 ? p.tokens[batch_row * p.tokens_stride_row + (first_step - 1) * p.tokens_stride_step] : anchor(p, batch_row);
-}
-
-// Of W1 there is: an anchor out of range can't stop a captured graph (exchange.cuh flags it).
-__device__ __forceinline__ int64_t clamped(const WalkParams& p, int64_t token) { return min(max(token, int64_t{0}), p.target_vocab_size - 1); }
-
-__device__ __forceinline__ RowState read_row(const WalkParams& p, int batch_row, int first_step) {
+// row: of the batch.
+__device__ __forceinline__ RowState read_row(const WalkParams& p, int row, int first_step) {
     RowState state = {};
-    state.batch_row = batch_row;
-    state.previous = static_cast<uint32_t>(clamped(p, first_token(p, batch_row, first_step)));
+    state.previous = static_cast<uint32_t>(clamped(p, first_token(p, row, first_step)));
     if constexpr (kSampled) {
-        const uint64_t key = noise_key(p, batch_row);
+        const uint64_t key = noise_key(p, row);
         state.key0 = static_cast<uint32_t>(key);
         state.key1 = static_cast<uint32_t>(key >> 32);
-        state.slot = static_cast<uint32_t>(noise_slot(p, batch_row));
-        state.offset = static_cast<uint32_t>(noise_offset(p, batch_row));
-        state.temperature = effective_temperature(p.temperatures[batch_row * p.temperatures_stride]);
+        state.slot = static_cast<uint32_t>(noise_slot(p, row));
+        state.offset = static_cast<uint32_t>(noise_offset(p, row));
+        state.temperature = effective_temperature(p.temperatures[row * p.temperatures_stride]);
         state.inverse_temperature = state.temperature > 0.0f ? __frcp_rn(state.temperature) : -1.0f;
     }
     return state;

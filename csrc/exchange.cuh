@@ -11,6 +11,7 @@
 // All calls but those that say so are made by whole warps. Those that return bool return false when the walk has failed: drain.
 #pragma once
 
+#include "rows.cuh"
 #include "score.cuh"
 #include "types.cuh"
 #include "walk_params.cuh"
@@ -18,13 +19,13 @@
 
 namespace tpw {
 
-static_assert((TPW_WORLD_SIZE & (TPW_WORLD_SIZE - 1)) == 0 && TPW_WORLD_SIZE <= 8, "ranks are reduced by butterfly");
+static_assert((kAgreeingRanks & (kAgreeingRanks - 1)) == 0 && kAgreeingRanks <= 8, "ranks are reduced by butterfly");
 constexpr int kSlotsPerLane = TPW_MAX_GRID / kWarpSize;
 static_assert(TPW_MAX_GRID % kWarpSize == 0 && TPW_MAX_GRID <= TPW_MAX_CTAS, "every slot is polled by a lane");
 static_assert(TPW_WORLD_SIZE * TPW_HEADER_WORDS <= kWarpSize, "a lane a header word");
 
-// What the header hashes, in this order.
-enum class HeaderTensor : int { anchors, temperatures, key, offset, rows, count };
+// The kernel writes into peers' memory beside the mailboxes, which mailbox.cuh says the rules of.
+constexpr bool kPeerLogits = TPW_LOGITS == 2;
 
 struct WalkExchange {
     const WalkParams& p;
@@ -32,6 +33,11 @@ struct WalkExchange {
 
     __device__ __forceinline__ char* mailbox() const { return p.mailboxes[p.rank]; }  // this rank's
     __device__ __forceinline__ Exchange watch() const { return {p.mailboxes, p.status, static_cast<u32>(p.rank), block, expiry}; }
+
+    // This rank's place among those that agree, and who has which place: a rank that agrees with none is the first.
+    __device__ __forceinline__ u32 own_source() const { return kAgreeingRanks == 1 ? 0 : p.rank; }
+    __device__ __forceinline__ u32 rank_of(u32 source) const { return kAgreeingRanks == 1 ? p.rank : source; }
+    __device__ __forceinline__ char* mailbox_of(u32 source) const { return p.mailboxes[rank_of(source)]; }
 
     // By one thread, before anything else.
     __device__ static __forceinline__ void start(const WalkParams& p, uint64_t* block_number, uint64_t* expiry) {
@@ -43,20 +49,23 @@ struct WalkExchange {
         *expiry = now_ns() + (first ? p.startup_deadline_ns : p.steady_deadline_ns);
     }
 
-    // At the start of a block, by one warp of each CTA. `publishes`: this CTA will store words into the mailboxes of peers.
-    // `hashed(row, tensor)`: element `row` of a HeaderTensor.
-    template <typename Hashed>
-    __device__ __forceinline__ bool open(int lane, int cta, bool publishes, int batch, const Hashed& hashed) const {
+    // At the start of a launch, by one warp of each CTA. valid: rows of the batch.
+    __device__ __forceinline__ bool open(int lane, int cta, int valid) const {
         if (__any_sync(kFullWarp, lane == 0 && poisoned(watch()))) return false;
+        if (p.is_opened) return true;
         if (cta == 0) {
             if (__any_sync(kFullWarp, lane == 0 && is_second())) return false;
-            for (int row = lane; row < batch; row += kWarpSize)
-                if (static_cast<u64>(hashed(row, HeaderTensor::anchors)) >= static_cast<u64>(p.target_vocab_size)) flag_clamped_anchor(watch(), row);
+            for (int row = lane; row < valid; row += kWarpSize)
+                if (static_cast<u64>(anchor(p, row)) >= static_cast<u64>(p.target_vocab_size)) flag_clamped_anchor(watch(), row);
         }
-        if (TPW_WORLD_SIZE == 1) return true;
-        if (cta == 0) send_header(lane, batch, hashed);
-        // Only who publishes must know that all ranks run the same launch; and CTA 0, should no row be valid.
-        if (cta != 0 && !publishes) return true;
+        return true;
+    }
+
+    // Next, where ranks exchange anything. publishes: the CTA sends something to other ranks, so it must know that all of them run
+    // the same launch, and nobody may write into a peer's logits that what came before in the peer's stream still reads.
+    __device__ __forceinline__ bool compare_headers(int lane, int cta, int valid, bool publishes) const {
+        if (cta == 0) send_header(lane, valid);
+        if (!publishes) return true;
         bool agrees = true;
         if (lane < TPW_WORLD_SIZE * TPW_HEADER_WORDS) {
             const u32 source = lane / TPW_HEADER_WORDS, word = lane % TPW_HEADER_WORDS;
@@ -66,6 +75,7 @@ struct WalkExchange {
             agrees = await_word<Scope::sys>(own_watch, header_word(mailbox(), block, p.rank, word), header_tag(block), site, own) &&
                      header_agrees(own_watch, source, word, own);
         }
+        if constexpr (kPeerLogits) fence_system();
         return __all_sync(kFullWarp, agrees);
     }
 
@@ -99,21 +109,21 @@ struct WalkExchange {
             if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_SLOT, u32(missing), u32(step), u32(row)}, tag, seen)) return false;
         }
         best = settle(first, second, (ctas - lane + kWarpSize - 1) / kWarpSize, [&](int i) { return load_word<Scope::gpu>(slots + i * kWarpSize * TPW_WORD_BYTES).key; });
-        if (lane < TPW_WORLD_SIZE) store_word<Scope::sys>(result_word(p.mailboxes[lane], block, step, row, p.rank), best, tag);
+        if (lane < kAgreeingRanks) store_word<Scope::sys>(result_word(mailbox_of(lane), block, step, row, own_source()), best, tag);
         return true;
     }
 
-    // The best keys of several rows over all ranks: lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the i-th row,
+    // The best keys of several rows over all ranks: lane i * kAgreeingRanks + rank waits for that rank's word of the i-th row,
     // `row` and `previous` being the lane's; `key` is that word. Lanes that aren't `active` only take part.
     __device__ __forceinline__ bool receive(int lane, bool active, int step, int row, u32 previous, u64& key) const {
         const u64 tag = step_tag(block, step, previous);
-        const u32 source = lane % TPW_WORLD_SIZE;
+        const u32 source = lane % kAgreeingRanks;
         const char* result = result_word(mailbox(), block, step, row, source);
         Word word{0, tag};
         for (u32 polls = 1;; ++polls) {
             if (active) word = load_word<Scope::sys>(result);
             if (__all_sync(kFullWarp, word.tag == tag)) break;
-            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, source, u32(step), u32(row)}, tag, word.tag)) return false;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(word.tag != tag, {TPW_WAIT_RESULT, rank_of(source), u32(step), u32(row)}, tag, word.tag)) return false;
         }
         key = word.key;
         return true;
@@ -123,7 +133,7 @@ struct WalkExchange {
     __device__ __forceinline__ void prefetch(int thread, int threads, bool posts, int batch, int cta, int ctas) const {
         constexpr int kLineWords = 128 / TPW_WORD_BYTES;
         const u64 now = load_control(mailbox(), TPW_BLOCK_OFFSET);
-        const int lines = posts ? (TPW_WORLD_SIZE * ctas + kLineWords - 1) / kLineWords : batch;
+        const int lines = posts ? (kAgreeingRanks * ctas + kLineWords - 1) / kLineWords : batch;
         for (int line = thread; line < 2 * lines; line += threads) {
             const int parity = line >= lines, at = line - parity * lines;
             const char* word = posts ? post_word(mailbox(), now, parity, cta % TPW_POST_COPIES, at * kLineWords) : result_word(mailbox(), now, parity, at, 0);
@@ -136,19 +146,19 @@ struct WalkExchange {
 
     // One hop, for row 0. This CTA's best key, on all lanes, to all ranks. By one warp.
     __device__ __forceinline__ void post(int lane, int step, u32 previous, int cta, int ctas, u64 key) const {
-        static_assert(TPW_WORLD_SIZE > TPW_POST_WORLD_SIZE || TPW_WORLD_SIZE * TPW_POST_COPIES <= kWarpSize, "a lane a copy");
-        if (lane < TPW_WORLD_SIZE * TPW_POST_COPIES)
-            store_word<Scope::sys>(post_word(p.mailboxes[lane / TPW_POST_COPIES], block, step, lane % TPW_POST_COPIES, p.rank * ctas + cta), key,
+        static_assert(kAgreeingRanks > TPW_POST_WORLD_SIZE || kAgreeingRanks * TPW_POST_COPIES <= kWarpSize, "a lane a copy");
+        if (lane < kAgreeingRanks * TPW_POST_COPIES)
+            store_word<Scope::sys>(post_word(mailbox_of(lane / TPW_POST_COPIES), block, step, lane % TPW_POST_COPIES, own_source() * ctas + cta), key,
                                    step_tag(block, step, previous));
     }
 
     // The best of those posts that thread `thread` of `kThreads` has to wait for, on all lanes of its warp.
     template <int kThreads, typename Settle>
     __device__ __forceinline__ bool collect(int thread, int step, u32 previous, int cta, int ctas, u64& best, const Settle& settle) const {
-        constexpr int kWords = (TPW_WORLD_SIZE * TPW_MAX_GRID + kThreads - 1) / kThreads;
+        constexpr int kWords = (kAgreeingRanks * TPW_MAX_GRID + kThreads - 1) / kThreads;
         const u64 tag = step_tag(block, step, previous);
         const char* posts = post_word(mailbox(), block, step, cta % TPW_POST_COPIES, thread);
-        const int words = max((TPW_WORLD_SIZE * ctas - thread + kThreads - 1) / kThreads, 0);
+        const int words = max((kAgreeingRanks * ctas - thread + kThreads - 1) / kThreads, 0);
         u64 first, second;
         for (u32 polls = 1;; ++polls) {
             first = second = 0;
@@ -166,10 +176,22 @@ struct WalkExchange {
                 if (all[i].tag != tag) missing = i * kThreads + thread, seen = all[i].tag;
             }
             if (__all_sync(kFullWarp, missing < 0)) break;
-            if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_RESULT, u32(missing / ctas), u32(step), 0}, tag, seen)) return false;
+            if (polls % POLLS_PER_LOOK == 0 && gives_up(missing >= 0, {TPW_WAIT_RESULT, rank_of(missing / ctas), u32(step), 0}, tag, seen)) return false;
         }
         best = settle(first, second, words, [&](int i) { return load_word<Scope::sys>(posts + i * (kThreads * TPW_WORD_BYTES)).key; });
         return true;
+    }
+
+    // Where the batch is split over the ranks: this rank's token of a row of the batch, to all others. By one thread.
+    __device__ __forceinline__ void send_token(int step, int row, int64_t token) const {
+        for (u32 peer = 0; peer < TPW_WORLD_SIZE; ++peer)
+            if (peer != static_cast<u32>(p.rank)) store_word<Scope::sys>(token_word(p.mailboxes[peer], row, step), token, step_tag(block, step, 0));
+    }
+
+    // Another rank's. By any threads.
+    __device__ __forceinline__ bool receive_token(int step, int row, u64& token) const {
+        const Site site{TPW_WAIT_TOKEN, static_cast<u32>(row % p.shares), static_cast<u32>(step), static_cast<u32>(row)};
+        return await_word<Scope::sys>(watch(), token_word(mailbox(), row, step), step_tag(block, step, 0), site, token);
     }
 
     // One thread, once every CTA has read all that a block may read of the line that this changes. Not after a failure, which
@@ -178,6 +200,11 @@ struct WalkExchange {
         atomicExch(reinterpret_cast<u32*>(mailbox() + TPW_IN_FLIGHT_OFFSET), 0u);
         store_control(mailbox(), TPW_LAST_TOKENS_OFFSET, last_tokens);
         store_control(mailbox(), TPW_BLOCK_OFFSET, block + 1);
+    }
+
+    // By a whole warp, every few polls: true when the wait must be given up.
+    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
+        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
     }
 
   private:
@@ -192,29 +219,25 @@ struct WalkExchange {
         return true;
     }
 
-    __device__ __forceinline__ bool gives_up(bool stuck, Site site, u64 expected, u64 seen) const {
-        return __any_sync(kFullWarp, stuck && hopeless(watch(), site, expected, seen));
-    }
-
-    template <typename Hashed>
-    __device__ __forceinline__ void send_header(int lane, int batch, const Hashed& hashed) const {
+    __device__ __forceinline__ void send_header(int lane, int valid) const {
         constexpr int kTensors = static_cast<int>(HeaderTensor::count);
         u64 sums[kTensors] = {};
-        for (int row = lane; row < batch; row += kWarpSize)
+        for (int row = lane; row < valid; row += kWarpSize)
 #pragma unroll
-            for (int tensor = 0; tensor < kTensors; ++tensor) sums[tensor] += row_hash(row, hashed(row, static_cast<HeaderTensor>(tensor)));
+            for (int tensor = 0; tensor < kTensors; ++tensor) sums[tensor] += row_hash(row, header_element(p, row, static_cast<HeaderTensor>(tensor)));
 #pragma unroll
         for (int tensor = 0; tensor < kTensors; ++tensor)
 #pragma unroll
             for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sums[tensor] += __shfl_xor_sync(kFullWarp, sums[tensor], distance);
         const u64 last_tokens = load_control(mailbox(), TPW_LAST_TOKENS_OFFSET);
         const u64 words[TPW_HEADER_WORDS] = {
-            p.launch_fields | u64(batch) << TPW_HEADER_NUM_VALID_SHIFT,
+            p.launch_fields | u64(valid) << TPW_HEADER_NUM_VALID_SHIFT,
             hash_field<TPW_HEADER_ANCHORS_BITS>(sums[0]) << TPW_HEADER_ANCHORS_SHIFT |
                 hash_field<TPW_HEADER_TEMPERATURES_BITS>(sums[1]) << TPW_HEADER_TEMPERATURES_SHIFT,
             hash_field<TPW_HEADER_KEY_BITS>(sums[2]) << TPW_HEADER_KEY_SHIFT | hash_field<TPW_HEADER_OFFSET_BITS>(sums[3]) << TPW_HEADER_OFFSET_SHIFT |
                 hash_field<TPW_HEADER_ROWS_BITS>(sums[4]) << TPW_HEADER_ROWS_SHIFT |
                 hash_field<TPW_HEADER_LAST_TOKENS_BITS>(last_tokens) << TPW_HEADER_LAST_TOKENS_SHIFT};
+        if constexpr (kPeerLogits) fence_system();
         if (lane < TPW_WORLD_SIZE)
 #pragma unroll
             for (int word = 0; word < TPW_HEADER_WORDS; ++word)

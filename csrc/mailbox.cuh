@@ -12,6 +12,9 @@
 //   post    st.sys by a CTA              -> ld.sys by every CTA of the destination
 //   header  st.sys by CTA 0              -> ld.sys by CTA 0 and the aggregators of the destination
 //   poison  st.sys by the failing thread -> ld.sys by whoever polls
+//   partial st.gpu by a CTA              -> ld.gpu by its row's aggregator, same GPU
+//   sum     st.sys by an aggregator      -> ld.sys by CTA 0 of the destination
+//   columns st.sys by a CTA              -> ld.sys by CTA 0 of the destination; the one that publishes other memory (below)
 // Coherence orders the stores to a word; a reader that sees the tag it waits for has the key of that very store. The key
 // is all that the reader uses: no *other* location is read on the strength of a word, so nothing has to be published
 // before it and no release or acquire is needed. What remains is that no word is overwritten before its last reader:
@@ -25,16 +28,38 @@
 //                                   a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
 //                                   even when no row is valid), and a peer stores that after its launch n is complete.
 //                                   Results and posts are protected twice: by this, and by their writers' wait for headers
+//   partial k -> k+2                as a result: its aggregator reads the partials of k before it publishes k+1
+//   sum, columns, block n -> n+1    whoever stores them has seen the destination's header of n+1, or its CTA has, and that
+//                                   is sent after launch n of the destination, which reads them, is complete
+// Where every rank holds all of W2 (int8, int8_split), ranks don't agree on each step; a block then is either one rank's
+// affair, or begins with csrc/spread.cu, every CTA of which waits for all ranks' headers before it sends anything:
+//   header n -> m   a rank sends m after its spread n is complete, so after the arrivals n of every peer's CTAs, each of
+//                   which had seen all headers of n
+//   arrival n -> m, token n -> m   same place, the next spread block. A rank sends them once it has seen the destination's
+//                   header m, which that stores after its launches of n are complete
+// What an arrival announces lies elsewhere: those words alone are released and acquired; csrc/spread.cu has that argument.
 // Each is a chain of loads, of stores whose value or execution depends on them, and of loads that observe those stores.
 // Losing a word to its successor would close the chain into a cycle, which the no-thin-air axiom forbids; no fence is
 // involved. It binds the kernel to this much:
-//   - the warp of a CTA that reads a row's results or posts of step k is the one that stores the row's slot or post of k+1;
-//   - who publishes to peers (an aggregator, or every CTA that posts) stores nothing of a block before it has seen and compared every peer's header of that block;
+//   - the warp of a CTA that reads a row's results of step k is the one that stores the row's slot of k+1. The posts of k are
+//     read by all service warps of a CTA, which meet before one of them posts k+1;
+//   - who publishes to peers (an aggregator, or every CTA that posts) stores nothing of a block before its CTA has seen and
+//     compared every peer's header of that block (one warp does; the others follow it through the barriers of the first
+//     pass, which none has keys of before);
 //   - launches of one rank don't overlap: no word is touched before the launch before is complete (stream order, or
 //     griddepcontrol.wait under programmatic dependent launch);
 //   - a GPU names a location by one address: its own mailbox by its own pointer, never through an IPC mapping.
-// tests/test_protocol_model.py walks through every interleaving of a small case; tests/test_ptx.py holds the compiled
-// kernels to these instructions.
+//
+// Logits in peers' memory (logits "full") are not words, so here order matters:
+//   a kernel ends with all columns  CTA: columns to every rank, barrier, fence.acq_rel.sys, columns word to every rank.
+//                                   CTA 0 of the destination: all columns words, fence.acq_rel.sys, end of the kernel.
+//                                   What follows in the destination's stream sees the columns (causality order)
+//   no column comes too early       Readers of block n are before launch n+1 in the destination's stream. CTA 0 of n+1:
+//                                   fence.acq_rel.sys, header. EVERY CTA that will write there: header, fence.acq_rel.sys,
+//                                   columns. So in such a kernel all CTAs wait for headers, not aggregators alone
+// After a failure neither holds until the reset: a peer that hasn't looked yet may still be writing, for a pass at most.
+// tests/test_protocol_model.py and tests/test_logits_model.py walk through every interleaving of small cases; tests/test_ptx.py holds
+// the compiled kernels to these instructions.
 #pragma once
 
 #ifndef TPW_RESULTS_OFFSET
@@ -105,6 +130,10 @@ __device__ constexpr u64 header_tag(u64 block) {
     return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | TPW_HEADER_PHASE;
 }
 
+__device__ constexpr u64 logits_tag(u64 block) { return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | TPW_LOGITS_PHASE; }
+
+__device__ constexpr u64 lse_tag(u64 block, u32 step) { return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | (step + 1); }
+
 __device__ constexpr u64 tag_block(u64 tag) { return tag >> (TPW_PHASE_BITS + TPW_CHAIN_BITS); }
 
 // Same block and phase, reached through another token: the writer and the reader disagree about an earlier step, and the
@@ -139,6 +168,26 @@ __device__ constexpr u32 post_offset(u64 block, u32 step, u32 copy, u32 word) {
            word * TPW_WORD_BYTES;
 }
 
+__device__ constexpr u32 arrival_offset(u32 source, u32 cta) {
+    return TPW_ARRIVALS_OFFSET + source * TPW_ARRIVALS_SOURCE_STRIDE + cta * TPW_ARRIVALS_CTA_STRIDE;
+}
+
+__device__ constexpr u32 token_offset(u32 row, u32 step) {
+    return TPW_TOKENS_OFFSET + row * TPW_TOKENS_ROW_STRIDE + step * TPW_WORD_BYTES;
+}
+
+__device__ constexpr u32 partial_offset(u32 step, u32 row, u32 cta) {
+    return TPW_PARTIALS_OFFSET + (step & 1) * TPW_PARTIALS_STEP_STRIDE + row * TPW_PARTIALS_ROW_STRIDE + cta * TPW_WORD_BYTES;
+}
+
+__device__ constexpr u32 sum_offset(u32 step, u32 row, u32 source) {
+    return TPW_SUMS_OFFSET + step * TPW_SUMS_STEP_STRIDE + row * TPW_SUMS_ROW_STRIDE + source * TPW_WORD_BYTES;
+}
+
+__device__ constexpr u32 columns_offset(u32 source, u32 cta) {
+    return TPW_COLUMNS_OFFSET + source * TPW_COLUMNS_SOURCE_STRIDE + cta * TPW_WORD_BYTES;
+}
+
 __device__ __forceinline__ char* poison_word(char* mailbox, u32 source) { return mailbox + poison_offset(source); }
 
 __device__ __forceinline__ char* header_word(char* mailbox, u64 block, u32 source, u32 word) {
@@ -154,6 +203,22 @@ __device__ __forceinline__ char* slot_word(char* mailbox, u32 row, u32 cta) { re
 __device__ __forceinline__ char* post_word(char* mailbox, u64 block, u32 step, u32 copy, u32 word) {
     return mailbox + post_offset(block, step, copy, word);
 }
+
+__device__ __forceinline__ char* arrival_word(char* mailbox, u32 source, u32 cta) {
+    return mailbox + arrival_offset(source, cta);
+}
+
+__device__ __forceinline__ char* token_word(char* mailbox, u32 row, u32 step) { return mailbox + token_offset(row, step); }
+
+__device__ __forceinline__ char* partial_word(char* mailbox, u32 step, u32 row, u32 cta) { return mailbox + partial_offset(step, row, cta); }
+
+__device__ __forceinline__ char* sum_word(char* mailbox, u32 step, u32 row, u32 source) { return mailbox + sum_offset(step, row, source); }
+
+__device__ __forceinline__ char* columns_word(char* mailbox, u32 source, u32 cta) { return mailbox + columns_offset(source, cta); }
+
+// Orders all that this thread knows of, also by a barrier, before and after, for all GPUs: around a word that publishes
+// other memory.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- header fields ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@
 // w + kMultiplyWarps, ...: the first TPW_REG_TILES of those in registers, the next ones in shared memory, and what doesn't fit
 // is streamed each step. A *pass* is one step of one group of requests (the columns of the MMAs).
 #include "exchange.cuh"
+#include "logits.cuh"
+#include "lse.cuh"
 #include "multiply.cuh"
 
 namespace tpw {
@@ -21,17 +23,6 @@ __device__ __forceinline__ const uint4* u_row(const WalkParams& p, int64_t token
 
 __device__ __forceinline__ void store_token(const WalkParams& p, int row, int step, int64_t token) {
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
-}
-
-// By all service warps.
-__device__ __forceinline__ void copy_logits(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int thread) {
-    for (int request = 0; request < pass.requests; ++request) {
-        const int row = pass.first_row + request;
-        if (kSampled && p.logits_sampled_rows_only && s.rows[row].temperature == 0.0f) continue;
-        const BaseLogit* staged = staged_base(p, s, cta, pass, request);
-        Logit* out = static_cast<Logit*>(p.logits) + s.rows[row].batch_row * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
-        for (int i = thread; i < cta.rows; i += kServiceThreads) out[i] = *reinterpret_cast<const Logit*>(staged + i);
-    }
 }
 
 // ---- the warps that multiply -----------------------------------------------------------------------------------------
@@ -86,6 +77,9 @@ struct Service {
     // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
     __device__ __forceinline__ int lag() const { return passes.groups > 2 ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
+    // Made where they are used: members of this would live in memory.
+    __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta, passes, exchange}; }
+    __device__ __forceinline__ LogSumExp lse() const { return {p, s, cta, exchange}; }
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
@@ -116,17 +110,11 @@ struct Service {
     }
 
     __device__ __forceinline__ bool open() const {
-        const bool publishes = posts || cta.index < cta.batch;  // by its own posts, or as an aggregator
-        return exchange.open(cta.lane, cta.index, publishes, cta.batch, [&](int walk_row, HeaderTensor tensor) -> uint64_t {
-            const int row = batch_row(p, walk_row);
-            switch (tensor) {
-                case HeaderTensor::anchors: return static_cast<uint64_t>(anchor(p, row));
-                case HeaderTensor::temperatures: return p.temperatures ? __float_as_uint(p.temperatures[row * p.temperatures_stride]) : 0;
-                case HeaderTensor::key: return noise_key(p, row);
-                case HeaderTensor::offset: return noise_offset(p, row);
-                default: return noise_slot(p, row);
-            }
-        });
+        if (!exchange.open(lane, cta.index, cta.batch)) return false;
+        if (kAgreeingRanks == 1) return true;
+        // By its own posts, as an aggregator, or logits; and CTA 0 looks at the headers should no row be valid.
+        const bool publishes = posts || kPeerLogits || cta.index < cta.batch;
+        return exchange.compare_headers(lane, cta.index, cta.batch, publishes || cta.index == 0);
     }
 
     // The tokens of a pass, once all ranks' keys are in: its rows' `previous` from now on. A warp looks after request
@@ -148,20 +136,22 @@ struct Service {
             return;
         }
         if (!alive) return;
-        // Lane i * TPW_WORLD_SIZE + rank waits for that rank's word of the warp's i-th row.
-        const int request = warp + kServiceWarps * (lane / TPW_WORLD_SIZE);
-        const bool active = lane < kWarpRequests * TPW_WORLD_SIZE && request < pass.requests;
+        // Lane i * kAgreeingRanks + rank waits for that rank's word of the warp's i-th row.
+        const int request = warp + kServiceWarps * (lane / kAgreeingRanks);
+        const bool active = lane < kWarpRequests * kAgreeingRanks && request < pass.requests;
         const int row = pass.first_row + (active ? request : 0);
         if (!exchange.receive(lane, active, pass.step, row, s.rows[row].previous, key)) return fail();
         const u64 word = key;
-        key = Settle<TPW_WORLD_SIZE>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
-        if (active && lane % TPW_WORLD_SIZE == 0) accept(pass, row, key);
+        key = Settle<kAgreeingRanks>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
+        if (active && lane % kAgreeingRanks == 0) accept(pass, row, key);
     }
 
     __device__ __forceinline__ void accept(const Pass& pass, int row, u64 key) const {
         const int64_t token = target_id(p, key);
         s.rows[row].previous = static_cast<uint32_t>(token);
-        if (cta.index == 0) store_token(p, s.rows[row].batch_row, pass.step, token);
+        if (cta.index != 0) return;
+        store_token(p, batch_row(p, row), pass.step, token);
+        if (is_split(p)) exchange.send_token(pass.step, batch_row(p, row), token);
     }
 
     // u = W1[previous] of this warp's requests. With it the pass is ready.
@@ -228,17 +218,23 @@ struct Service {
         for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
         for (int index = 0; index < passes.count; ++index) {
             const Pass pass = passes.at(index);
+            if (index > 0) combine_lse(passes.at(index - 1));
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
             const bool alive = !s.has_failed();
             if (alive) {
                 contribute(pass);
+                if constexpr (kLogits) logits().start(pass);
                 if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
-                if constexpr (kLogits) copy_logits(p, s, cta, pass, thread);
+                if constexpr (kLogits) {
+                    logits().copy(pass);
+                    if (p.lse) lse().contribute(pass);
+                }
             }
             // The buffer's base logits, and the logits in their place, have been read by all.
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
             if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {
-                fence_before_bulk_loads();
+                if constexpr (kLogits) await_bulk_reads();
+                fence_before_bulk_copies();
                 stage_base(p, s, cta, passes.at(index + 2));
             }
             if (index + lead() >= passes.count) continue;
@@ -247,26 +243,67 @@ struct Service {
             stage_u(next);
         }
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
+        if (passes.count > 0) combine_lse(passes.at(passes.count - 1));
+        if constexpr (kLogits) {
+            logits().finish();
+            if constexpr (kPeerLogits) {
+                named_barrier(kServiceBarrier, kServiceThreads);
+                if (!s.has_failed()) logits().announce();
+            }
+        }
         if (cta.index == 0) finish();
+    }
+
+    // Of the pass before: its parts are in by now. And not later, as mailbox.cuh has it: results of the rows' next step follow.
+    __device__ __forceinline__ void combine_lse(const Pass& pass) const {
+        if constexpr (kLogits)
+            if (p.lse && !s.has_failed() && !lse().combine(pass)) fail();
     }
 
     // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
     __device__ __forceinline__ void finish() const {
+        const int rows = valid_rows(p);
         const bool alive = !s.has_failed();
         for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index), alive);
+        if (is_split(p) && !s.has_failed()) receive_tokens(rows);
+        if constexpr (kLogits) {
+            if (p.lse && !s.has_failed() && !lse().finish(thread)) fail();
+            if (kPeerLogits && !s.has_failed() && !logits().arrived()) fail();
+        }
         named_barrier(kServiceBarrier, kServiceThreads);
         if (s.control->failed) {
-            for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) {
-                const int row = s.rows[i / p.gamma].batch_row;
+            for (int i = thread; i < rows * p.gamma; i += kServiceThreads) {
+                const int row = base_row(p, i / p.gamma);  // of the batch: shares choose none
                 store_token(p, row, i % p.gamma, anchor(p, row));
             }
         } else if (thread == 0) {
             uint64_t last_tokens = 0;
-            for (int row = 0; row < cta.batch; ++row) last_tokens += row_hash(row, s.rows[row].previous);
+            for (int row = 0; row < rows; ++row) last_tokens += row_hash(row, last_token(row));
             exchange.close(last_tokens);
             if (p.temperatures && p.offset_pointer)
-                for (int row = 0; row < (p.offset_stride ? cta.batch : 1); ++row) p.offset_pointer[row * p.offset_stride] += 1;
+                for (int row = 0; row < (p.offset_stride ? rows : 1); ++row) p.offset_pointer[row * p.offset_stride] += 1;
         }
+    }
+
+    // Those of the rows that other ranks walk.
+    __device__ __forceinline__ void receive_tokens(int rows) const {
+        for (int i = thread; i < rows * p.gamma; i += kServiceThreads) {
+            const int row = i / p.gamma, step = i % p.gamma;
+            if (row % p.shares == p.rank) continue;
+            u64 token;
+            if (!exchange.receive_token(step, row, token)) {
+                fail();
+                break;
+            }
+            store_token(p, row, step, static_cast<int64_t>(token));
+        }
+        __syncwarp();
+    }
+
+    // Of a row of the batch, once all its tokens are stored.
+    __device__ __forceinline__ uint32_t last_token(int row) const {
+        if (!is_split(p)) return s.rows[row].previous;
+        return static_cast<uint32_t>(p.tokens[row * p.tokens_stride_row + (p.gamma - 1) * p.tokens_stride_step]);
     }
 };
 
@@ -284,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     cta.first_row = blockIdx.x * p.tiles_per_cta * kTileRows;
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
     cta.whole = cta.rows == staged_rows(p);
-    cta.batch = p.num_valid ? min(max(*p.num_valid, 0), p.batch) : p.batch;
+    cta.batch = is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p);
     const Passes passes(cta.batch, p.gamma, p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0);
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).
     if (cta.warp < kMultiplyWarps) {

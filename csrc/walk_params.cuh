@@ -47,15 +47,18 @@ struct WalkParams {
     int64_t* tokens;
     int64_t tokens_stride_row;
     int64_t tokens_stride_step;
-    void* logits;                // where this rank's columns go
+    void* logits[kMaxWorld];     // where this rank's columns go: [0] alone, or (logits "full") every rank's memory; null: nowhere
     int64_t logits_stride_row;
     int64_t logits_stride_step;
+    float* lse;                  // [batch, gamma] contiguous, or null
     const int32_t* num_valid;    // null: all rows
-    uint64_t launch_fields;      // what all ranks must agree on, packed by kernels.pack_launch_fields
+    uint64_t launch_fields;      // what all ranks must agree on, packed by mailbox.pack_header
     int32_t batch;
     int32_t gamma;
     int32_t anchors_are_int32;
     int32_t logits_sampled_rows_only;
+    int32_t shares;              // ranks that the batch is split over; 1: this one walks all of it
+    int32_t is_opened;           // a launch of this block came before, csrc/spread.cu: it has compared headers
     int32_t base_aligned;        // base logits of every row and step begin on the size of four
     const int32_t* batch_rows;   // null, or [rows]: row i of the walk is this row of the batch, of all that is given and written
     const int32_t* first_step;   // null: 0; else the steps before are skipped, and their last token is found in `tokens`

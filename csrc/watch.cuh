@@ -24,18 +24,23 @@ struct Exchange {
     __device__ __forceinline__ char* mine() const { return mailboxes[rank]; }
 };
 
-// A wait for this rank's own CTAs outlasts the waits for peers: who hears nothing from a peer holds up the others of its rank,
-// and the status must name the peer, whoever's clock was first. Far above what CTAs of one launch start apart.
-constexpr u64 OWN_RANK_GRACE_NS = 5'000'000;
+// When a rank is missing, who waits for it holds up the others, and all their waits would expire together. The less a wait
+// tells, the longer it lasts, so that the status names who is missing: a header is owed by its rank alone, a result also by
+// ranks (this one too) that wait for a header, a slot also by CTAs that wait for a result. Many looks apart, and more than the
+// turns of ranks that share a GPU in tests, during which nobody looks.
+constexpr u32 GRACE_NS = 50'000'000;
 
-// What a thread waits for: TPW_WAIT_HEADER, _SLOT or _RESULT, the rank (or for a slot the CTA) that owes it, and where.
+// What a thread waits for: TPW_WAIT_*, the rank (or for a slot the CTA) that owes it, and where.
 struct Site {
     u32 wait;
     u32 source;
     u32 step;
     u32 row;
 
-    __device__ __forceinline__ bool is_own(u32 rank) const { return wait == TPW_WAIT_SLOT || source == rank; }
+    // After the launch's expiry.
+    __device__ __forceinline__ u32 patience_ns() const {
+        return wait == TPW_WAIT_HEADER ? 0 : wait == TPW_WAIT_SLOT ? 2 * GRACE_NS : GRACE_NS;
+    }
 };
 
 __device__ __forceinline__ u64 now_ns() {
@@ -143,7 +148,7 @@ __device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& s
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);
         return true;
     }
-    if (now_ns() >= exchange.expiry + (site.is_own(exchange.rank) ? OWN_RANK_GRACE_NS : 0)) {
+    if (now_ns() >= exchange.expiry + site.patience_ns()) {
         fail(exchange, TPW_CODE_TIMEOUT, site, 0, expected, seen);
         return true;
     }

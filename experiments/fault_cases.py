@@ -96,12 +96,13 @@ def lost_in_set_up(scene: Scene, arguments: dict[str, Any]) -> None:
 
 def lost_between_blocks(scene: Scene, arguments: dict[str, Any]) -> None:
     """action: what the victim does before its second block."""
-    scene.open()
+    scene.open_with_standby()
     scene.block()
     if scene.is_victim:
         scene.act(arguments["action"])
     scene.block()
     scene.block()
+    scene.recover(arguments["action"])
     scene.close()
 
 
@@ -128,10 +129,13 @@ def lost_at_the_end(scene: Scene, arguments: dict[str, Any]) -> None:
 
 
 def given_something_else(scene: Scene, arguments: dict[str, Any]) -> None:
-    """different: arguments of the victim's second block. plans: those held. A reset, and they walk together."""
+    """different: arguments of the victim's second block. alike: of everybody's. plans: those held. After a reset all is
+    well.
+    """
     scene.open(plans=arguments.get("plans", [scene.setting.plan]))
     scene.block()
-    scene.block(**arguments["different"] if scene.is_victim else {})
+    alike = arguments.get("alike", {})
+    scene.block(**alike | (arguments["different"] if scene.is_victim else {}))
     scene.reset()
     scene.block()
     scene.close()
@@ -151,6 +155,7 @@ def one_block_fewer(scene: Scene, arguments: dict[str, Any]) -> None:
     else:
         scene.block()
     scene.block(anchor=9)
+    scene.recover(None)
     scene.close()
 
 
@@ -163,6 +168,7 @@ def one_block_more(scene: Scene, arguments: dict[str, Any]) -> None:
         scene.blocks += 1
         time.sleep(arguments["late_s"])
     scene.block(anchor=9)
+    scene.recover(None)
     scene.close()
 
 

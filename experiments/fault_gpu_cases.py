@@ -26,13 +26,17 @@ from tp_walk.mailbox import WORD_BYTES, MailboxLayout, header_tag, make_key, ste
 from tp_walk.peer_memory import cuda_call, cuda_runtime
 from tp_walk.peers import FIRST_BLOCK, PeerMailboxes
 
-SETTING = Setting("cuda", "tp_bf16", 4096, 256, Deadline(startup_s=2.5, steady_s=1.0))
+SETTING = Setting("cuda", "tp_bf16", 4096, 256, Deadline(startup_s=2.5, steady_s=1.0), max_batch=64, standby="int8")
 # Fills every SM, so that a kernel of NCCL finds no room beside it.
-FULL_GRID = replace(SETTING, vocab_size=151_936)
+FULL_GRID = replace(SETTING, vocab_size=151_936, max_batch=8)
+# Leaves room for another walk beside it. (Compiled like SETTING's.)
+SMALL_GRID = replace(SETTING, vocab_size=512)
 
 SECOND_BLOCK = FIRST_BLOCK + 1
-# More rows than are exchanged without aggregators, so that there are results to forge.
-MANY = 6
+# A batch that one pass multiplies in narrow columns, one in whole ones, and one that takes four passes a step.
+BATCHES = (BATCH, 6, 64)
+MANY = BATCHES[-1]
+WITHHELD_ROW = 21  # of MANY: in the second of a step's passes, so that others are in flight on both sides
 _FORGED = make_key(1e30, 7)
 _GAMMA_BIT = 1 << 32  # of a header's first word
 
@@ -77,13 +81,15 @@ class Mailbox:
     def store_word(self, offset: int, key: int, tag: int) -> None:
         self.write(offset, struct.pack("<QQ", key, tag))
 
-    def hold(self, step: int, until_s: float) -> None:
-        """The next walks stand still in `step` until so many seconds after their own deadline."""
-        words = struct.pack("<Qq", step + 1, int(until_s * 1e9))
+    def hold(self, step: int, until_s: float, row: int | None = None) -> None:
+        """The next walks stand still in `step` until so many seconds after their own deadline; or, of a row alone, the
+        result is withheld so long.
+        """
+        words = struct.pack("<QqQ", step + 1, int(until_s * 1e9), 0 if row is None else row + 1)
         self.write(kernel_variants.STALL_STEP_OFFSET, words)
 
     def let_go(self) -> None:
-        self.write(kernel_variants.STALL_STEP_OFFSET, bytes(16))
+        self.write(kernel_variants.STALL_STEP_OFFSET, bytes(24))
 
     def _copy(self, destination: int, source: int, size: int) -> None:
         kind = cuda_runtime().cudaMemcpyKind.cudaMemcpyDefault
@@ -95,10 +101,10 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _open_with_stalls(scene: Scene, **arguments: Any) -> None:
+def _open_with_stalls(scene: Scene) -> None:
     kernel_variants.use("stalled" if scene.is_victim else "production")
     try:
-        scene.open(**arguments)
+        scene.open_with_standby()
     finally:
         kernel_variants.use("production")
 
@@ -116,24 +122,25 @@ def _captured(scene: Scene, walk: GivenWalk, raises: bool = False) -> torch.cuda
 
 
 def held_in_a_step(scene: Scene, arguments: dict[str, Any]) -> None:
-    """step, action: the victim's kernel stands still there past everybody's deadline, and its host does what. batch: of
-    that block.
+    """step, action: the victim's kernel stands still there past everybody's deadline, and its host does what, if
+    anything. block: arguments of that block. row: whose result alone is withheld, if not all stands still.
     """
     _open_with_stalls(scene)
     scene.block()
     if scene.runtime is not None and scene.is_victim:
         mailbox = Mailbox(scene.runtime)
-        mailbox.hold(arguments["step"], 2.0)
+        mailbox.hold(arguments["step"], 1.0, arguments.get("row"))
 
         def act() -> None:
             time.sleep(0.2)
             scene.act(arguments["action"])
 
-        scene.block(act, batch=arguments["batch"])
+        scene.block(act, **arguments["block"])
         mailbox.let_go()
     else:
-        scene.block(batch=arguments["batch"])
+        scene.block(**arguments["block"])
     scene.block()
+    scene.recover(arguments["action"])
     scene.close()
 
 
@@ -151,26 +158,30 @@ def late_once(scene: Scene, arguments: dict[str, Any]) -> None:
 
 
 def forged(scene: Scene, arguments: dict[str, Any]) -> None:
-    """forge: what every rank but the victim does to its own mailbox, while the victim is held in `step` for 0.7 s."""
+    """forge: what every rank but the victim does to its own mailbox, while the victim is held in `step` for 0.7 s of a
+    block of `batch` requests.
+    """
     _open_with_stalls(scene)
     scene.block()
     if scene.runtime is None:
         return
     mailbox = Mailbox(scene.runtime)
-    walk = scene.given(batch=MANY)
+    batch = arguments["batch"]
+    walk = scene.given(batch=batch, offset=scene.blocks + 1)  # as the block will be
     right = scene.alone.walk(walk.base, walk.anchors, walk.temperatures, walk.noise, "reference").tokens.tolist()
     if scene.is_victim:
         mailbox.hold(arguments["step"], 0.7 - scene.setting.deadline.steady_s)
-        scene.block(batch=MANY)
+        scene.block(batch=batch)
         mailbox.let_go()
     else:
-        forge: Callable[[Mailbox, int, list[int]], None] = arguments["forge"]
+        forge: Callable[[Mailbox, int, list[list[int]]], None] = arguments["forge"]
+        previous = [[FIRST_ANCHOR + row, *tokens] for row, tokens in enumerate(right)]
 
         def act() -> None:
             time.sleep(0.3)
-            forge(mailbox, arguments["step"], [FIRST_ANCHOR, *right[0]])
+            forge(mailbox, arguments["step"], previous)
 
-        scene.block(act, batch=MANY)
+        scene.block(act, batch=batch)
     scene.block()
     scene.reset()
     scene.block()
@@ -203,22 +214,24 @@ def forged_header(scene: Scene, arguments: dict[str, Any]) -> None:
     scene.close()
 
 
-# What follows is given the tokens of row 0 (a greedy one) from its anchor on: nothing may ask the GPU while it walks.
+# What follows is given each row's tokens from its anchor on: nothing may ask the GPU while it walks. It forges every
+# row's word, since a warp takes those of its rows together: of one row alone the true word would come in time.
 
 
-def forge_result(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
-    """The victim's result of row 0, ahead of the true one: another token, the right tag."""
-    place = mailbox.layout.result_word(SECOND_BLOCK, step, 0, VICTIM)
-    mailbox.store_word(place, _FORGED, step_tag(SECOND_BLOCK, step, tokens[step]))
+def forge_results(mailbox: Mailbox, step: int, previous: list[list[int]]) -> None:
+    """The victim's results, ahead of the true ones: another token, the right tag."""
+    for row, tokens in enumerate(previous):
+        place = mailbox.layout.result_word(SECOND_BLOCK, step, row, VICTIM)
+        mailbox.store_word(place, _FORGED, step_tag(SECOND_BLOCK, step, tokens[step]))
 
 
-def forge_garbage(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
+def forge_garbage(mailbox: Mailbox, step: int, previous: list[list[int]]) -> None:
     """The victim's results, ahead of the true ones: garbage."""
-    for row in range(MANY):
+    for row in range(len(previous)):
         mailbox.store_word(mailbox.layout.result_word(SECOND_BLOCK, step, row, VICTIM), 0xDEAD, 0xBEEF00)
 
 
-def forge_poison(mailbox: Mailbox, step: int, tokens: list[int]) -> None:
+def forge_poison(mailbox: Mailbox, step: int, previous: list[list[int]]) -> None:
     """A poison word that no kernel writes."""
     mailbox.store_word(mailbox.layout.poison_word(VICTIM), 0xDEADBEEF, 0xBEEF00)
 
@@ -273,8 +286,8 @@ def near_wrap_around(scene: Scene, arguments: dict[str, Any]) -> None:
     scene.open()
     if scene.runtime is not None:
         Mailbox(scene.runtime).peers.restart(arguments["block"])
-    for gamma in (7, 3, 1, 16, 7):
-        scene.block(gamma=gamma)
+    for batch, gamma in ((BATCH, 7), (MANY, 3), (1, 1), (MANY, 16), (BATCH, 7)):
+        scene.block(batch=batch, gamma=gamma)
     scene.close()
 
 
@@ -336,10 +349,18 @@ def gpu_cases() -> Iterator[Case]:
     for step in (0, GAMMA // 2, GAMMA - 1):
         told = replace(lost, says=rf"rank 1.* step {step}\b")
         for action in ("killed", "stopped"):
-            for batch in (BATCH, MANY):
-                arguments = {"step": step, "action": action, "batch": batch}
+            for batch in BATCHES:
+                arguments = {"step": step, "action": action, "block": {"batch": batch}}
                 phase = f"step {step} of {GAMMA}, {batch} requests"
                 yield Case(action, phase, SETTING, held_in_a_step, told, arguments)
+        for mode in ("sampled", "greedy"):
+            block: dict[str, Any] = {"batch": MANY} | ({"temperatures": None} if mode == "greedy" else {})
+            withheld = {"step": step, "action": None, "row": WITHHELD_ROW, "block": block}
+            phase = f"step {step} of {GAMMA}, row {WITHHELD_ROW} of {MANY}, {mode}"
+            yield Case("withholds a result", phase, SETTING, held_in_a_step, told, withheld)
+    other_anchors = replace(lost, kinds=("WalkMismatch",), says="different anchors", victims_too=True)
+    different = {"different": {"batch": MANY, "anchor": 4}, "alike": {"batch": MANY}}
+    yield Case("other anchors", f"walk, {MANY} requests", SETTING, cases.given_something_else, other_anchors, different)
     torn_down = replace(lost, deadline_s=SETTING.deadline.startup_s)
     for action in ("killed", "stopped"):
         yield Case(action, "teardown", SETTING, cases.lost_at_the_end, torn_down, {"action": action})
@@ -347,13 +368,13 @@ def gpu_cases() -> Iterator[Case]:
     yield Case("an exception", "graph capture", SETTING, capture_fails, Expected())
     yield Case("leaves out a replay", "graph replay", SETTING, replayed_alone, lost, {"late_s": steady_s + 1.0})
     yield from forged_cases()
-    for block in ((1 << 40) - 2, (1 << 64) - 2):
-        arguments = {"block": block}
-        yield Case("block number wraps", f"block {block:#x}", SETTING, near_wrap_around, Expected(), arguments)
+    for number in ((1 << 40) - 2, (1 << 64) - 2):
+        wraps = {"block": number}
+        yield Case("block number wraps", f"block {number:#x}", SETTING, near_wrap_around, Expected(), wraps)
     either = replace(lost, says="rank", may_pass=True, victims_too=True)
     yield Case("NCCL before the walk, not after", "walk", FULL_GRID, nccl_in_opposite_order, either)
     overlap = Expected(("WalkOverlap", "WalkMismatch", "WalkTimeout"), "rank", steady_s, True, True)
-    yield Case("two graphs at once", "graph replay", SETTING, two_graphs_at_once, overlap)
+    yield Case("two graphs at once", "graph replay", SMALL_GRID, two_graphs_at_once, overlap)
 
 
 def forged_cases() -> Iterator[Case]:
@@ -366,10 +387,15 @@ def forged_cases() -> Iterator[Case]:
     last_tokens = replace(mismatch, says="different last_tokens", next_block=True)
     # The others drain without a word to rank 1, which then waits for them.
     corrupt = Expected(("WalkMismatch",), "poison word is corrupt", steady_s)
-    for fault, phase, step, forge, expected in (
-        ("corrupted result", f"step {middle}", middle, forge_result, tokens),
-        ("corrupted result", f"step {last}, the last", last, forge_result, last_tokens),
-        ("garbage for a result, then the result", f"step {middle}", middle, forge_garbage, Expected()),
-        ("corrupted poison word", f"step {middle}", middle, forge_poison, corrupt),
+    few, many = BATCHES[1:]
+    for fault, step, batch, forge, expected in (
+        ("corrupted results", middle, few, forge_results, tokens),
+        ("corrupted results", middle, many, forge_results, tokens),
+        ("corrupted results", last, few, forge_results, last_tokens),
+        ("corrupted results", last, many, forge_results, last_tokens),
+        ("garbage for a result, then the result", middle, few, forge_garbage, Expected()),
+        ("garbage for a result, then the result", middle, many, forge_garbage, Expected()),
+        ("corrupted poison word", middle, many, forge_poison, corrupt),
     ):
-        yield Case(fault, phase, SETTING, forged, expected, {"step": step, "forge": forge})
+        arguments = {"step": step, "batch": batch, "forge": forge}
+        yield Case(fault, f"step {step} of {GAMMA}, {batch} requests", SETTING, forged, expected, arguments)

@@ -125,10 +125,14 @@ def differing_cases(setting: Setting) -> Iterator[Case]:
         ("other noise rows", "rows", {"rows": 1}),
         ("another num_valid", "num_valid|batch", {"valid": 2}),
         ("wants logits", "logits", {"logits": "local"}),
+        ("wants logits of other rows", "logits_rows", {"logits": "local", "logits_rows": "sampled"}),
     ):
         says = rf"(different|disagree on) (noise )?({names})"
         expected = Expected(("WalkMismatch",), says, steady_s, victims_too=True)
-        yield Case(fault, "walk", setting, cases.given_something_else, expected, {"different": different})
+        arguments: dict[str, Any] = {"different": different}
+        if names == "logits_rows":
+            arguments["alike"] = {"logits": "local"}
+        yield Case(fault, "walk", setting, cases.given_something_else, expected, arguments)
     # A plan that asks nobody leaves the others waiting for its rank; the definitions all ask.
     on_cpu = setting.device == "cpu"
     other = "reference_int8" if on_cpu else "int8"

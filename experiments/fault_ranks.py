@@ -43,9 +43,13 @@ class Life:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """Returns once the others have reported."""
+        """Returns once the others have reported: at their end, or when one asks for it."""
         self.fault()
         os.kill(os.getpid(), signal.SIGSTOP)
+
+    def resume_victim(self) -> None:
+        """This rank has reported, and needs the stopped one again."""
+        self._pipe.send(("resume", None))
 
 
 @dataclass
@@ -53,9 +57,11 @@ class Run:
     """How a case went. faulted_at: seconds on the clock that all processes of a machine share; None if nobody said.
 
     results: by rank, what `live` returned; None for a rank that was lost. hung: those that gave nothing in time.
+    resumes: a rank has asked for the stopped one.
     """
 
     faulted_at: float | None = None
+    resumes: bool = False
     results: list[Any] = field(default_factory=list)
     hung: list[int] = field(default_factory=list)
 
@@ -103,8 +109,8 @@ class Ranks:
             while waiting and time.monotonic() < until:
                 for number in list(waiting):
                     raised += self._hear(number, waiting, run)
-                if waiting == {self._victim} and _is_stopped(self._ranks[self._victim].process.pid):
-                    os.kill(self._ranks[self._victim].process.pid or 0, signal.SIGCONT)
+                if waiting == {self._victim} or run.resumes:
+                    self._resume()
         run.hung = sorted(waiting)
         for number in waiting:
             self._replace(number)
@@ -130,12 +136,20 @@ class Ranks:
         if kind == "fault":
             run.faulted_at = value
             return ""
+        if kind == "resume":
+            run.resumes = True
+            return ""
         waiting.remove(number)
         if kind == "raised":
             self._replace(number)
             return f"rank {number}: {value}\n"
         run.results[number] = value
         return ""
+
+    def _resume(self) -> None:
+        pid = self._ranks[self._victim].process.pid
+        if _is_stopped(pid):
+            os.kill(pid or 0, signal.SIGCONT)
 
     def _replace(self, number: int) -> None:
         self._ranks[number].end()
@@ -147,8 +161,11 @@ class Ranks:
 
 
 def _is_stopped(pid: int | None) -> bool:
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state == "T"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:  # killed, and nobody has told yet
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _serve(pipe: Connection, rank: int, prepare: Callable[[int], None]) -> None:

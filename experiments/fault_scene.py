@@ -20,24 +20,31 @@ from tp_walk.group import WalkGroup
 T = TypeVar("T")
 
 VICTIM = 1
-BATCH, GAMMA, MAX_BATCH, MAX_GAMMA = 3, 7, 8, 16
+BATCH, GAMMA, MAX_GAMMA = 3, 7, 16
 FIRST_ANCHOR = 3
+STAND_IN = "stand-in"
 
 _TEMPERATURES = (0.0, 1.0, 0.7)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where cases are lived. device: "cpu" or "cuda" (rank r has GPU r). plan: the one that walks."""
+    """Where cases are lived. device: "cpu" or "cuda" (ranks take GPUs in turns). plan: the one that walks. standby: the
+    one that serves while that has failed and a rank is lost, None where only the definition could.
+    """
 
     device: str
     plan: str
     vocab_size: int
     markov_rank: int
     deadline: Deadline
+    max_batch: int = 8
+    standby: str | None = None
 
     def device_of(self, rank: int) -> torch.device:
-        return torch.device("cuda", rank) if self.device == "cuda" else torch.device("cpu")
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class GivenWalk:
     tokens: torch.Tensor
     plan: str
     logits: Any
+    logits_rows: Any
     valid: int
 
     def run(self, runtime: WalkRuntime) -> None:
@@ -76,7 +84,7 @@ class GivenWalk:
         if self.valid < len(self.anchors):
             valid = torch.tensor(self.valid, dtype=torch.int32, device=self.anchors.device)
         out = WalkOutput(self.tokens)
-        arguments = self.base, self.anchors, self.temperatures, self.noise, self.plan, self.logits
+        arguments = self.base, self.anchors, self.temperatures, self.noise, self.plan, self.logits, self.logits_rows
         runtime.walk(*arguments, num_valid=valid, out=out)
 
     def is_anchored(self) -> bool:
@@ -103,14 +111,15 @@ def head_of(setting: Setting, device: torch.device) -> MarkovHead:
 
 @cache
 def base_of(setting: Setting, device: torch.device) -> torch.Tensor:
-    base = torch.randn(MAX_BATCH, MAX_GAMMA, setting.vocab_size, generator=torch.Generator().manual_seed(2))
+    base = torch.randn(setting.max_batch, MAX_GAMMA, setting.vocab_size, generator=torch.Generator().manual_seed(2))
     return base.mul(3.0).bfloat16().to(device)
 
 
 @cache
 def alone_of(setting: Setting, device: torch.device) -> WalkRuntime:
     """The definition, on this rank by itself."""
-    return WalkRuntime(head_of(setting, device), MAX_BATCH, MAX_GAMMA, device=device, plans=["reference"])
+    head = head_of(setting, device)
+    return WalkRuntime(head, setting.max_batch, MAX_GAMMA, device=device, plans=["reference"])
 
 
 class Scene:
@@ -140,12 +149,17 @@ class Scene:
         self.notes.append(Note(part, None, "", began, time.monotonic()))
         return result
 
+    def open_with_standby(self, **different: Any) -> None:
+        """A runtime that also holds the plan that stands in."""
+        self.open(plans=[plan for plan in (self.setting.plan, self.setting.standby) if plan], **different)
+
     def open(self, **different: Any) -> None:
         """A runtime of all ranks; `different` overrides its arguments."""
         arguments: dict[str, Any] = {"deadline": self.setting.deadline, "plans": [self.setting.plan], **different}
 
         def make() -> WalkRuntime:
-            return WalkRuntime(self.head, MAX_BATCH, MAX_GAMMA, group=dist.group.WORLD, device=self.device, **arguments)
+            sizes = self.setting.max_batch, MAX_GAMMA
+            return WalkRuntime(self.head, *sizes, group=dist.group.WORLD, device=self.device, **arguments)
 
         self.runtime = self.note("set-up", make)
 
@@ -170,13 +184,29 @@ class Scene:
 
             self.watch(f"block {self.blocks}", walk, run)
 
-    def watch(self, part: str, walk: GivenWalk, run: Callable[[], object]) -> None:
-        """Notes what becomes of a block that `run` walks; the host asks at the end."""
+    def recover(self, action: str | None) -> None:
+        """After a fault on a GPU: a reset and a block where all ranks live, else a block by the plan that stands in.
+        The definitions have nothing but their group, which ends with a rank that is lost.
+        """
+        if self.runtime is None or self.device.type == "cpu":
+            return
+        if action == "killed":
+            walk = self.given(plan=self.runtime.standby().name)
+            self.watch(STAND_IN, walk, lambda: walk.run(self.open_runtime), asks=False)
+            return
+        if action == "stopped" and not self.is_victim:
+            self.life.resume_victim()
+        self.reset()
+        self.block()
+
+    def watch(self, part: str, walk: GivenWalk, run: Callable[[], object], asks: bool = True) -> None:
+        """Notes what becomes of a block that `run` walks. asks: the host does at the end, about all plans."""
         began = time.monotonic()
         kind, error = None, ""
         try:
             run()
-            self.open_runtime.check()
+            if asks:
+                self.open_runtime.check()
         except WalkError as raised:
             kind, error = type(raised).__name__, str(raised)
         ended = time.monotonic()
@@ -201,6 +231,7 @@ class Scene:
         valid: int | None = None,
         plan: str | None = None,
         logits: Any = "none",
+        logits_rows: Any = "all",
     ) -> GivenWalk:
         """A walk to be. anchor: of the first request; the others count on from there, as do rows."""
         device = self.device
@@ -214,6 +245,7 @@ class Scene:
             torch.full((batch, gamma), -1, device=device),
             plan or self.setting.plan,
             logits,
+            logits_rows,
             batch if valid is None else valid,
         )
 
@@ -221,11 +253,12 @@ class Scene:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def act(self, action: str) -> None:
+    def act(self, action: str | None) -> None:
         """What the victim does. Stopped, it goes on once the others have reported."""
         if action == "raises":
             raise RuntimeError("injected")
-        getattr(self.life, {"killed": "kill", "stopped": "stop"}[action])()
+        if action is not None:
+            getattr(self.life, {"killed": "kill", "stopped": "stop"}[action])()
 
 
 @contextmanager

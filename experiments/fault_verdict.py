@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fault_cases import Case
 from fault_ranks import Run
-from fault_scene import VICTIM, Note
+from fault_scene import STAND_IN, VICTIM, Note
 
 # How much later than its deadline a survivor may report: looks at the clock, the host's part, the way to another GPU.
 GRACE_S = 2.0
@@ -31,7 +31,7 @@ def judge(case: Case, run: Run) -> Verdict:
     if run.hung:
         return Verdict("hung", None, f"ranks {run.hung} gave no answer", "")
     lives = {rank: notes for rank, notes in enumerate(run.results) if notes is not None}
-    broken = _wrong_tokens(lives, case.expected.next_block) or _not_revived(lives)
+    broken = _wrong_tokens(lives, case.expected.next_block) or _not_recovered(lives)
     if broken:
         return Verdict("wrong", None, broken, "")
     told: list[float] = []
@@ -70,10 +70,13 @@ def _wrong_tokens(lives: dict[int, list[Note]], next_block: bool) -> str:
     return ""
 
 
-def _not_revived(lives: dict[int, list[Note]]) -> str:
-    """After a reset, in which all take part, everything goes well."""
+def _not_recovered(lives: dict[int, list[Note]]) -> str:
+    """The plan that stands in serves, and after a reset, in which all take part, everything goes well."""
     for rank, notes in lives.items():
         parts = [note.part for note in notes]
+        for note in notes:
+            if note.part == STAND_IN and note.kind is not None:
+                return f"rank {rank}: nothing stands in: {note.kind}: {note.error}"
         for note in notes[parts.index("reset") :] if "reset" in parts else ():
             if note.kind is not None:
                 return f"rank {rank}: {note.kind} in {note.part} after the reset: {note.error}"

@@ -27,22 +27,37 @@ class Edit:
 
 
 # A host can hold the walk of its rank in a step: these words of the rank's own line, which the exchange leaves alone,
-# hold the step + 1 and until when, in ns after the launch's own deadline (a negative number: before it).
-STALL_STEP_OFFSET, STALL_UNTIL_OFFSET = 64, 72
+# hold the step + 1, until when, in ns after the launch's own deadline (a negative number: before it), and either 0, so
+# that all CTAs stand still before they contribute, or the row + 1 whose result alone is withheld.
+STALL_STEP_OFFSET, STALL_UNTIL_OFFSET, STALL_ROW_OFFSET = 64, 72, 80
 
 _CONTRIBUTE = r"void contribute\([^)]*\) const \{\n"
-_STALL = f"""        if (step + 1 == static_cast<int>(load_control(mailbox(), {STALL_STEP_OFFSET}))) {{
+_PUBLISH = r" +if \(lane < TPW_WORLD_SIZE\) store_word<Scope::sys>\(result_word\(.*\n"
+
+
+def _stall(row: str) -> str:
+    return f"""        if (step + 1 == static_cast<int>(load_control(mailbox(), {STALL_STEP_OFFSET})) &&
+            {row} == static_cast<int>(load_control(mailbox(), {STALL_ROW_OFFSET}))) {{
             const u64 until = *expiry + load_control(mailbox(), {STALL_UNTIL_OFFSET});
             while (now_ns() < until) __nanosleep(1000);
         }}
 """
 
-# One access in 256 waits up to 8 µs, so that every order of stores and loads that the hardware allows comes up.
+
+# One access in 256 waits up to 8 µs, so that every order of stores and loads that the hardware allows comes up; and in
+# one block of 16 CTA 0 comes up to 65 µs late to the last results, when a peer may long have begun the next block.
 _DELAY = """__device__ __forceinline__ void maybe_wait() {
     u32 clock;
     asm volatile("mov.u32 %0, %clock;" : "=r"(clock));
     clock = (clock ^ threadIdx.x ^ (blockIdx.x << 10)) * 0x9e3779b1u;
     if (clock >> 24 == 0) __nanosleep(clock & 8191u);
+}
+
+__device__ __forceinline__ void maybe_come_late() {
+    u32 clock;
+    asm volatile("mov.u32 %0, %clock;" : "=r"(clock));
+    clock *= 0x9e3779b1u;
+    if (clock >> 28 == 0) __nanosleep(clock & 65535u);
 }
 
 """
@@ -52,6 +67,7 @@ _LOAD = re.escape(_TEMPLATE + "Word load_word(const char* address) {\n")
 _DELAYS = (
     Edit("mailbox.cuh", _STORE, _DELAY + r"\g<0>    maybe_wait();" + "\n"),
     Edit("mailbox.cuh", _LOAD, r"\g<0>    maybe_wait();" + "\n"),
+    Edit("walk.cu", r"void finish\(\) const \{\n", r"\g<0>        maybe_come_late();" + "\n"),
 )
 _STEP_TAG = re.escape(
     "return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | u64(chain(previous)) << TPW_PHASE_BITS | (step + 1);"
@@ -62,7 +78,10 @@ _AWAIT_HEADER = "    u64 theirs = own;\n"
 
 VARIANTS: dict[str, tuple[Edit, ...]] = {
     "production": (),
-    "stalled": (Edit("exchange.cuh", _CONTRIBUTE, r"\g<0>" + _STALL),),
+    "stalled": (
+        Edit("exchange.cuh", _CONTRIBUTE, r"\g<0>" + _stall("0")),
+        Edit("exchange.cuh", _PUBLISH, _stall("row + 1") + r"\g<0>"),
+    ),
     "delays": _DELAYS,
 }
 
@@ -85,7 +104,17 @@ BROKEN: dict[str, tuple[Edit, ...]] = {
         Edit("mailbox.cuh", _STEP_TAG, "return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | 1;"),
         *_DELAYS,
     ),
-    "a word in two halves, tag first: a new tag with the old key": (
+    "slots cleared once they are read: that races with the next step's": (
+        Edit(
+            "exchange.cuh",
+            _PUBLISH,
+            r"""\g<0>
+        for (int cta = lane; cta < ctas; cta += kWarpSize) store_word<Scope::gpu>(slot_word(mailbox(), row, cta), 0, 0);
+""",
+        ),
+        *_DELAYS,
+    ),
+    "a word in two halves, the tag not released after the key: a new tag with the old key": (
         Edit(
             "mailbox.cuh",
             _STORE + re.escape("    const u64 at = __cvta_generic_to_global(address);\n"),

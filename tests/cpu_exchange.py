@@ -35,6 +35,7 @@ from tp_walk.peers import FIRST_BLOCK, RESET_SKIP
 from tp_walk.status import STATUS_BYTES, Wait, WalkCode, WalkStatus
 
 POLLS_PER_LOOK = 8
+GRACE_S = 0.1  # as GRACE_NS of csrc/watch.cuh, for processes that share cores
 OUTER_LIMIT_S = 60.0  # far above every deadline of these tests: a rank that reaches it hangs
 
 _CHAIN_MASK = ((1 << CHAIN_BITS) - 1) << PHASE_BITS
@@ -341,7 +342,8 @@ class Walker:
         if (seen ^ tag) & ~_CHAIN_MASK == 0:
             self._fail(WalkCode.MISMATCH, site, tag, seen)
             return True
-        if time.monotonic() >= self.expiry:
+        patience_s = {Wait.HEADER: 0.0, Wait.RESULT: GRACE_S, Wait.SLOT: 2 * GRACE_S}[Wait(site.wait)]
+        if time.monotonic() >= self.expiry + patience_s:
             self._fail(WalkCode.TIMEOUT, site, tag, seen)
             return True
         return False

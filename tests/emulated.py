@@ -25,6 +25,7 @@ HAS_COMPILER = shutil.which("g++") is not None
 INSTRUCTIONS = {
     "cvt.rn.bf16x2.f32": "packed = emulate_bf16x2(high, low);",
     "lg2.approx": "log2 = std::log2(x);",
+    "ex2.approx": "power = std::exp2(x);",
     "rcp.approx.ftz.f64": "reciprocal = 1.0 / denominator;",
     "add.rn.bf16x2": "sum = emulate_add_bf16x2(packed, 0u);",
     "prmt.b32": "signs = (sum >> 15 & 0x10001u) * 0xffffu;",
@@ -44,12 +45,23 @@ INSTRUCTIONS = {
     "mbarrier.init": "emulate_mbarrier_init(barrier, arrivals);",
     "mbarrier.arrive.expect_tx": "emulate_mbarrier_pay(barrier, bytes);",
     "mbarrier.arrive.shared": "emulate_mbarrier_arrive(barrier);",
-    "cp.async.bulk": "emulate_bulk_load(target, source, bytes, barrier);",
+    "cp.async.bulk.shared": "emulate_bulk_load(target, source, bytes, barrier);",
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
 }
-# And those that nothing stands for here. m16n8k32 is the int8 plan's.
-NOTHING = ("prefetch", "cp.async.commit", "cp.async.wait", "setmaxnreg", "fence.", '(""', "m16n8k32")
+# And those that nothing stands for here: hints, fences, the int8 plan's MMA, and copies of logits into peers' memory.
+NOTHING = (
+    "prefetch",
+    "cp.async.commit",
+    "cp.async.wait",
+    "cp.async.bulk.commit",
+    "cp.async.bulk.wait",
+    "cp.async.bulk.global",
+    "setmaxnreg",
+    "fence.",
+    '(""',
+    "m16n8k32",
+)
 _ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')
 
 

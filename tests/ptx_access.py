@@ -16,9 +16,12 @@ from cuda.bindings import nvrtc
 
 # A value is {(pointer or None, constant)}; None is a plain number. Loops may add for ever: the first few will do.
 Values = frozenset[tuple[str | None, int]]
-MAX_VALUES = 8
+MAX_VALUES = 4
 NUMBER: Values = frozenset({(None, 0)})
 PARAMETER = "parameter"  # the address of a kernel parameter itself
+
+ORDER = "order"
+ORDERING = ("fence.acq_rel", "bar.sync", "cp.async.bulk.wait_group")
 
 COPIES = ("mov", "cvt", "cvta")
 SUMS = ("add", "sub", "or")
@@ -27,7 +30,8 @@ PRODUCTS = ("mul", "shl", "mad")
 
 @dataclass(frozen=True)
 class Access:
-    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of."""
+    """A load, store or atomic: its opcode, and the pointer and constant that its address is made of. Or what orders
+    those: a fence, a barrier, a wait for bulk copies; its pointer is ORDER."""
 
     opcode: str
     pointer: str
@@ -71,7 +75,9 @@ def accesses(ptx: str, entry: str, pointers: Mapping[int, str]) -> list[Access]:
                     changed = True
     found = []
     for opcode, operands in statements:
-        if opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
+        if opcode.startswith(ORDERING):
+            found.append(Access(opcode, ORDER, 0))
+        elif opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
             for address in re.findall(r"\[([^\]]+)\]", operands):
                 named = {pair for pair in _evaluate(address, values) if pair[0] not in (None, PARAMETER)}
                 found += [Access(opcode, str(pointer), offset) for pointer, offset in sorted(named)]
@@ -96,7 +102,7 @@ def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
         offset += num_bytes
     statements = []
     for statement in re.split(r"[;\n]", re.sub(r"//[^\n]*", "", match[2])):
-        text = re.sub(r"^\s*(\{|\})?\s*(@!?%\w+)?\s*", "", statement).strip()
+        text = re.sub(r"^\s*(\{|\})?\s*(@!?%?\w+)?\s*", "", statement).strip()
         if text and not text.startswith((".", "$")):
             opcode, _, operands = text.partition(" ") if " " in text else text.partition("\t")
             statements.append((opcode, operands.strip()))

@@ -25,6 +25,16 @@ def test_empty_and_missing_variables_mean_the_defaults(monkeypatch: pytest.Monke
     read = settings()
     assert read.plan is None
     assert read.cache_dir.name == read.data_dir.name == "tp_walk"
+    assert read.test_ranks_per_gpu == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_a_number_of_ranks_is_positive(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TP_WALK_TEST_RANKS_PER_GPU", "2")
+    assert settings().test_ranks_per_gpu == 2
+    monkeypatch.setenv("TP_WALK_TEST_RANKS_PER_GPU", value)
+    with pytest.raises(WalkInputError, match=f"TP_WALK_TEST_RANKS_PER_GPU is '{value}'"):
+        settings()
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "markov_rank", "world_size"])

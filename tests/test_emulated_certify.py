@@ -14,7 +14,7 @@ from emulated import HAS_COMPILER, run_kernel, translated
 from test_certify import SPOILERS, TEMPERATURES, Spoiler, as_they_come, masked, one_bad_request, rounded_up, ties
 
 import tp_walk
-from tp_walk import certified, jit, kernels
+from tp_walk import certified, executors, jit, kernels
 from tp_walk.certify import bias_bound
 from tp_walk.config import Rounding
 from tp_walk.mailbox import WORD_BYTES, MailboxLayout
@@ -127,7 +127,9 @@ class World:
         p.startup_deadline_ns = p.steady_deadline_ns = DEADLINE_NS
         p.vocab_size, p.target_vocab_size = self._w2.shape[0], self._w1.shape[0]
         p.shard_start, p.shard_width, p.rank = self.shards[rank].start, self.shards[rank].width, rank
-        kernels.describe_walk(p, inputs, plan, self._rounding)
+        p.shares = 1
+        executors.describe_walk(p, inputs, plan, self._rounding)
+        executors.point_at_base(p, inputs.base_logits, inputs.base_is_full)
         return p
 
     def _certify_params(self, rank: int, inputs: WalkInputs) -> certified.CertifyParams:

@@ -12,10 +12,11 @@ from typing import Any
 
 import fault_matrix
 import pytest
+import torch.distributed as dist
 from fault_cases import Case, Expected, live
 from fault_matrix import CPU, LIMIT_S, common_cases, cpu_cases, run_case, set_up_cases, stages_of
 from fault_ranks import Life, Ranks, Run
-from fault_scene import Note
+from fault_scene import STAND_IN, Note
 from fault_verdict import Verdict, judge
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops and resumes processes as Linux does")
@@ -96,6 +97,21 @@ def _lives_on(life: Life, case: Any) -> int:
     return life.rank
 
 
+def test_a_stopped_rank_is_resumed_when_the_others_ask_for_it(two_ranks: Ranks) -> None:
+    run = two_ranks.run(_meets_again, None, LIMIT_S)
+    assert run.results == ["met", "met"]
+    assert run.faulted_at is not None
+
+
+def _meets_again(life: Life, case: Any) -> str:
+    if life.rank == 1:
+        life.stop()
+    else:
+        life.resume_victim()
+    dist.barrier()
+    return "met"
+
+
 def test_what_a_rank_raises_is_no_outcome(two_ranks: Ranks) -> None:
     broken = Case("none", "walk", CPU, _divides_by_zero, Expected())
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
@@ -111,6 +127,7 @@ GOOD = Note("block 1", None, "", 0.0, 1.0, [[5]])
 FAILED = Note("block 2", "WalkTimeout", "rank 0 waited for rank 1", 1.0, 2.5, [[3]], anchored=True, right=False)
 TOLD = Expected(("WalkTimeout",), "rank 1", 1.5)
 RESET = Note("reset", None, "", 3.0, 3.1)
+STANDS_IN = replace(GOOD, part=STAND_IN)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +146,9 @@ RESET = Note("reset", None, "", 3.0, 3.1)
         (replace(TOLD, next_block=True), [FAILED, replace(GOOD, right=False)], "wrong", "no error"),
         (TOLD, [FAILED, RESET, GOOD], "reported", ""),
         (TOLD, [FAILED, RESET, FAILED], "wrong", "WalkTimeout in block 2 after the reset"),
+        (TOLD, [FAILED, STANDS_IN], "reported", ""),
+        (TOLD, [FAILED, replace(FAILED, part=STAND_IN)], "wrong", "nothing stands in: WalkTimeout"),
+        (TOLD, [FAILED, replace(STANDS_IN, right=False)], "wrong", "stand-in is wrong, and no error"),
         (replace(TOLD, may_pass=True), [GOOD], "no error", ""),
     ],
 )

@@ -18,13 +18,18 @@ from tp_walk.mailbox import (
     HEADER_PHASE,
     HEADER_WORDS,
     LINE_BYTES,
+    LOGITS_PHASE,
     MAX_CTAS,
+    POST_COPIES,
+    POST_WORLD_SIZE,
     WORD_BYTES,
     MailboxLayout,
     chain,
     header_field,
     header_tag,
     key_token,
+    logits_tag,
+    lse_tag,
     make_key,
     pack_header,
     step_tag,
@@ -44,7 +49,15 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
     words += [layout.header_word(b, source, w) for b, source, w in product((6, 7), sources, range(HEADER_WORDS))]
     rows = range(layout.max_batch)
     words += [layout.result_word(b, k, row, source) for b, k, row, source in product((6, 7), (2, 5), rows, sources)]
+    words += [layout.arrival_word(source, cta) for source, cta in product(sources, range(MAX_CTAS))]
+    words += [layout.token_word(row, step) for row, step in product(rows, range(MAX_GAMMA))]
     words += [layout.slot_word(row, cta) for row, cta in product(rows, range(MAX_CTAS))]
+    words += [layout.partial_word(k, row, cta) for k, row, cta in product((2, 5), rows, range(MAX_CTAS))]
+    words += [layout.columns_word(source, cta) for source, cta in product(sources, range(MAX_CTAS))]
+    words += [layout.sum_word(k, row, source) for k, row, source in product(range(MAX_GAMMA), rows, sources)]
+    copies, posting = range(POST_COPIES), range(min(layout.world_size, POST_WORLD_SIZE))
+    ctas = range(layout.num_ctas)
+    words += [layout.post_word(*place) for place in product((6, 7), (2, 5), copies, posting, ctas)]
     assert all(word % WORD_BYTES == 0 for word in words)
     assert len(set(words)) == len(words)
     assert min(words) >= LINE_BYTES, "the first line is this rank's own"
@@ -54,6 +67,8 @@ def test_words_lie_apart_and_inside(layout: MailboxLayout) -> None:
 def test_writers_of_different_kinds_share_no_line() -> None:
     layout = MailboxLayout(3, 64, 132)
     starts = [layout.poison_offset, layout.headers_offset, layout.results_offset, layout.slots_offset]
+    starts += [layout.arrivals_offset, layout.tokens_offset, layout.arrival_word(1, 3), layout.posts_offset]
+    starts += [layout.partials_offset, layout.columns_offset, layout.sums_offset]
     assert all(start % LINE_BYTES == 0 for start in starts)
     own = [layout.block_offset, layout.first_block_offset, layout.last_tokens_offset]
     assert max(*own, layout.claim_offset, layout.in_flight_offset) < LINE_BYTES
@@ -94,7 +109,7 @@ def test_what_no_mailbox_holds_is_refused_by_name(arguments: tuple[int, int, int
 def test_no_tag_is_that_of_zeroed_memory_and_no_two_are_equal() -> None:
     blocks = (0, 1, 2, 3, (1 << 40) - 1)
     tags = [step_tag(block, step, 7) for block, step in product(blocks, range(MAX_GAMMA))]
-    tags += [header_tag(block) for block in blocks]
+    tags += [tag(block) for block in blocks for tag in (header_tag, logits_tag)]
     assert 0 not in tags
     assert len(set(tags)) == len(tags)
 
@@ -191,10 +206,26 @@ def test_a_mismatch_names_the_field_and_both_values() -> None:
     assert "ranks 0 and 1 were given different gamma: 7 and 16" in str(error)
 
 
+@pytest.mark.parametrize(("wait", "part"), [(Wait.ARRIVAL, "base logits of rank 1"), (Wait.TOKEN, "token of rank 1")])
+def test_a_wait_for_what_a_split_block_exchanges_says_so(wait: Wait, part: str) -> None:
+    error = WalkStatus(code=WalkCode.TIMEOUT, origin=0, wait=wait, source=1, step=2, row=3).error(rank=0)
+    assert isinstance(error, WalkTimeout)
+    assert f"rank 0 waited past its deadline for the {part}" in str(error)
+
+
 def test_divergence_is_a_mismatch_of_tokens() -> None:
     status = WalkStatus(code=WalkCode.MISMATCH, wait=Wait.RESULT, source=1, step=2, row=3)
     assert isinstance(status.error(rank=0), WalkMismatch)
     assert "different tokens" in str(status.error(rank=0))
+
+
+def test_missing_logits_are_told_as_such() -> None:
+    late = WalkStatus(
+        code=WalkCode.TIMEOUT, origin=0, wait=Wait.LOGITS, source=1, expected=logits_tag(9), seen=logits_tag(8), block=9
+    )
+    assert isinstance(late.error(rank=0), WalkTimeout)
+    assert "rank 0 waited past its deadline for the logits of rank 1" in str(late.error(rank=0))
+    assert "block 8, logits" in str(late.error(rank=0))
 
 
 def test_two_walks_at_once_are_an_error_of_their_own() -> None:
@@ -225,9 +256,18 @@ def assertions(layout: MailboxLayout) -> str:
     for block in BLOCKS:
         equal[f"header_offset({block}ull, {top}, 2)"] = layout.header_word(block, top, 2)
         equal[f"header_tag({block}ull)"] = header_tag(block)
+        equal[f"logits_tag({block}ull)"] = logits_tag(block)
+        equal[f"lse_tag({block}ull, 63)"] = lse_tag(block, 63)
         for step, row in ((0, 0), (5, layout.max_batch - 1)):
             equal[f"result_offset({block}ull, {step}, {row}, {top})"] = layout.result_word(block, step, row, top)
             equal[f"slot_offset({row}, {step})"] = layout.slot_word(row, step)
+            word, last = layout.num_ctas + 3, POST_COPIES - 1  # of CTA 3 of the second rank
+            equal[f"post_offset({block}ull, {step}, {last}, {word})"] = layout.post_word(block, step, last, 1, 3)
+            equal[f"token_offset({row}, {step})"] = layout.token_word(row, step)
+            equal[f"arrival_offset({top}, {row})"] = layout.arrival_word(top, row)
+            equal[f"partial_offset({step}, {row}, 131)"] = layout.partial_word(step, row, 131)
+            equal[f"sum_offset({step}, {row}, {top})"] = layout.sum_word(step, row, top)
+            equal[f"columns_offset({top}, {step})"] = layout.columns_word(top, step)
         for step, token in ((0, 0), (63, 151_935), (7, 2**32 - 1)):
             equal[f"step_tag({block}ull, {step}, {token}u)"] = step_tag(block, step, token)
     # As `ordered` leaves it to `ordered_bits`: no -0, and one NaN. That an addition of +0 sees to it, only a GPU shows.
@@ -259,8 +299,16 @@ def test_csrc_computes_the_same(layout: MailboxLayout) -> None:
         "TPW_RESULTS_STEP_STRIDE",
         "TPW_RESULTS_OFFSET",
         "TPW_SLOTS_ROW_STRIDE",
+        "TPW_ARRIVALS_CTA_STRIDE",
+        "TPW_TOKENS_ROW_STRIDE",
         "TPW_HEADERS_SOURCE_STRIDE",
         "TPW_POISON_OFFSET",
+        "TPW_PARTIALS_STEP_STRIDE",
+        "TPW_SUMS_ROW_STRIDE",
+        "TPW_COLUMNS_SOURCE_STRIDE",
+        "TPW_LOGITS_PHASE",
+        "TPW_POSTS_COPY_STRIDE",
+        "TPW_POSTS_STEP_STRIDE",
         "TPW_HEADER_PHASE",
         "TPW_CHAIN_MULTIPLIER",
         "TPW_POISON_ROW_SHIFT",
@@ -274,4 +322,4 @@ def test_a_number_that_differs_is_noticed(macro: str) -> None:
 
 
 def test_phases_leave_room_for_every_step() -> None:
-    assert MAX_GAMMA < HEADER_PHASE
+    assert MAX_GAMMA < LOGITS_PHASE < HEADER_PHASE

@@ -87,6 +87,15 @@ def test_the_same_delay_later_is_not() -> None:
     assert "rank 1 was told by a peer: rank 0 waited" in str(delayed[1].error)
 
 
+def test_a_missing_rank_is_named_though_most_ctas_wait_for_results() -> None:
+    """CTA 0 alone waits for headers; the results that the others wait for, of all ranks, tell less."""
+    layout = MailboxLayout(2, 1, 6)
+    launches = [Launch(2, (1,)), Launch(2, (2,))]
+    punctual, _ = run(layout, [launches] * 2, [Fault(1, 1, "launch", Sleep(3 * STEADY_S))], steady_s=STEADY_S)
+    assert punctual is not None
+    assert "rank 0 waited past its deadline for the header of rank 1" in str(punctual[1].error)
+
+
 # ---- lost ranks ------------------------------------------------------------------------------------------------------
 
 GAMMA = 3

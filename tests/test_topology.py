@@ -19,9 +19,9 @@ GOOD = {(0, 1): Link("NVLink", 18)}
 
 
 def test_two_gpus_of_a_host_are_accepted() -> None:
-    assert refusal([FIRST, SECOND], GOOD, shared_gpu_allowed=False) is None
-    assert refusal([FIRST, SECOND], {}, shared_gpu_allowed=False) is None, "an unknown link is tried"
-    assert refusal([FIRST], {}, shared_gpu_allowed=False) is None
+    assert refusal([FIRST, SECOND], GOOD) is None
+    assert refusal([FIRST, SECOND], {}) is None, "an unknown link is tried"
+    assert refusal([FIRST], {}) is None
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,16 @@ def test_two_gpus_of_a_host_are_accepted() -> None:
     ],
 )
 def test_refusals_have_reasons(gpus: list[Gpu], links: dict[tuple[int, int], Link], reason: str) -> None:
-    told = refusal(gpus, links, shared_gpu_allowed=False)
+    told = refusal(gpus, links)
     assert told is not None
     assert reason in told
 
 
 def test_tests_may_share_a_gpu() -> None:
-    assert refusal([FIRST, FIRST], {(0, 1): Link("same GPU")}, shared_gpu_allowed=True) is None
+    assert refusal([FIRST, SECOND, FIRST, SECOND], {(0, 2): Link("same GPU")}, ranks_per_gpu=2) is None
+    told = refusal([FIRST, SECOND, FIRST, FIRST], {}, ranks_per_gpu=2)
+    assert told is not None
+    assert "ranks 0, 2 and 3 share one GPU" in told
 
 
 def test_the_host_is_the_same_each_time() -> None:

@@ -57,6 +57,7 @@ _ON_SEVERAL_RANKS = (
     Column("tp_bf16_us", "tp_bf16"),
     Column("certified_us", "certified"),
     Column("int8_us", "int8, base gathered"),
+    Column("int8_split_us", "int8_split"),
     Column("int8_1gpu_us", "int8, 1 GPU"),
     Column("torch_1gpu_us", "torch, 1 GPU"),
     Column("torch_replicated_us", "torch, replicated"),

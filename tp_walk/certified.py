@@ -15,18 +15,12 @@ import torch
 
 from tp_walk import jit
 from tp_walk.certified_reference import CertifiedReference
-from tp_walk.config import Rounding
+from tp_walk.config import Rounding, settings
 from tp_walk.errors import KernelError, PlanUnavailableError
-from tp_walk.kernels import (
-    CooperativeLaunch,
-    Specialisation,
-    TpBf16Executor,
-    WalkParams,
-    describe_walk,
-    fragment_order,
-    specialisations,
-)
+from tp_walk.executors import TpBf16Executor, describe_walk, point_at_base
+from tp_walk.kernels import Specialisation, WalkParams, fragment_order, specialisations
 from tp_walk.launch_order import launch_order
+from tp_walk.launches import Launch
 from tp_walk.mailbox import MAX_WORLD_SIZE, WORD_BYTES, MailboxLayout
 from tp_walk.peer_memory import PeerBuffer
 from tp_walk.peers import PeerMailboxes
@@ -230,7 +224,7 @@ class CertifiedExecutor:
         properties: Any = torch.cuda.get_device_properties(device)
         world_size = context.shape.world_size
         group = context.group if world_size > 1 else None
-        grid = properties.multi_processor_count
+        grid = properties.multi_processor_count // settings().test_ranks_per_gpu
         chosen = certify_specialisations(
             markov_rank=context.shape.markov_rank,
             widths=[shard.width for shard in context.shards],
@@ -277,12 +271,19 @@ class CertifiedExecutor:
         params.counts, params.list_words = self._counts.data_ptr(), self._list_words
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._order = launch_order(device)
-        self._launches: dict[tuple[bool, bool], list[tuple[CertifySpecialisation, CooperativeLaunch]]] = {}
+        self._launches: dict[tuple[bool, bool], list[tuple[CertifySpecialisation, Launch]]] = {}
 
         def load_kernels() -> None:
             for one in chosen:
                 kernel = jit.compile_kernel("certify.cu", "certify", one.macros)
-                launch = CooperativeLaunch(kernel, one.grid, WARPS * WARP_SIZE, one.shared_bytes, grid)
+                launch = Launch(
+                    "plan certified",
+                    kernel,
+                    grid=one.grid,
+                    threads=WARPS * WARP_SIZE,
+                    num_sms=grid,
+                    shared_bytes=one.shared_bytes,
+                )
                 self._launches.setdefault((one.base_fp32, one.sampled), []).append((one, launch))
 
         # Voted on: what fails on one rank must end this set-up on all of them, as closing takes them all.
@@ -306,6 +307,7 @@ class CertifiedExecutor:
         chosen, launch = next(pair for pair in launches if pair[0].max_batch >= base.shape[0])
         p.units = chosen.units
         describe_walk(p.walk, inputs, self.name, self._context.rounding)
+        point_at_base(p.walk, base, inputs.base_is_full)
         stream = torch.cuda.current_stream(self._context.device)
         self._order.before(stream)
         launch(ctypes.addressof(self._arguments), stream.cuda_stream)

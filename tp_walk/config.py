@@ -62,22 +62,26 @@ class Settings:
 
     plan: TP_WALK_PLAN, the plan forced on every walk (`reference` is the kill switch), or None.
     cache_dir: TP_WALK_CACHE_DIR, compiled kernels. data_dir: TP_WALK_DATA_DIR, fitted heads and measured tables.
-    test_shared_gpu: TP_WALK_TEST_SHARED_GPU=1, ranks may share a GPU; for tests alone.
+    test_ranks_per_gpu: TP_WALK_TEST_RANKS_PER_GPU, how many ranks may share a GPU, each with its part of the SMs; 1 but
+        in tests. Their kernels take turns on it, some milliseconds each, so that a walk is a thousand times slower.
     """
 
     plan: str | None
     cache_dir: Path
     data_dir: Path
-    test_shared_gpu: bool
+    test_ranks_per_gpu: int
 
 
 def settings() -> Settings:
-    """Reads the environment; the directories needn't exist or be writable."""
+    """Reads the environment; the directories needn't exist or be writable. Raises WalkInputError."""
+    ranks_per_gpu = os.environ.get("TP_WALK_TEST_RANKS_PER_GPU") or "1"
+    if not ranks_per_gpu.isdecimal() or int(ranks_per_gpu) < 1:
+        raise WalkInputError(f"TP_WALK_TEST_RANKS_PER_GPU is {ranks_per_gpu!r}; it must be a positive integer")
     cache_dir = os.environ.get("TP_WALK_CACHE_DIR") or platformdirs.user_cache_dir("tp_walk", appauthor=False)
     data_dir = os.environ.get("TP_WALK_DATA_DIR") or platformdirs.user_data_dir("tp_walk", appauthor=False)
     return Settings(
         plan=os.environ.get("TP_WALK_PLAN") or None,
         cache_dir=Path(cache_dir).expanduser(),
         data_dir=Path(data_dir).expanduser(),
-        test_shared_gpu=os.environ.get("TP_WALK_TEST_SHARED_GPU") == "1",
+        test_ranks_per_gpu=int(ranks_per_gpu),
     )

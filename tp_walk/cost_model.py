@@ -1,6 +1,6 @@
 """What a plan should take, from the hardware's limits: the seed of plan selection where nothing has been measured.
 
-    block = launch + collectives + cold read of the weights + γ · (rendezvous + hop + passes · multiply + requests)
+    block = launch + spread + cold read of the weights + γ · (rendezvous + hop + passes · multiply + requests)
 
 - launch: an empty graph's time.
 - cold read: a rank's weights go once from HBM into registers and shared memory.
@@ -8,8 +8,9 @@
 - multiply: the resident weights are read once for every pass, a group of requests that the tensor cores take together.
   Weights beyond what a GPU's SMs hold are read from L2 in each pass, or from HBM where L2 can't hold them either.
 - requests: each request's base logits are read, and for a sampled one noise is drawn for each of its columns.
-- collectives: what a plan needs beside its kernel. Base logits that lie sharded must be gathered for `int8` and
-  exchanged by request for `int8_split`, which also exchanges the tokens.
+- spread: the launch before the walk in which ranks send each other base logits that lie sharded, all of them for
+  `int8`, by request for `int8_split`; a hop for the headers, one for the arrivals. `int8_split` has it even where base
+  logits are whole, and at the end a hop for the tokens.
 
 The constants were measured on two H200s (DESIGN sections 5 and 6); other GPUs differ in all of them by similar factors,
 and only ratios decide.
@@ -40,8 +41,7 @@ MULTIPLY_BYTES_PER_US = 38.9e6 / 0.9
 # Philox and two logarithms: about 60 instructions a column, 128 lanes of 132 SMs at 1.8 GHz, half of them in use.
 NOISE_COLUMNS_PER_US = 132 * 128 * 1.8e3 / 60 / 2
 
-# NCCL's shortest collective, and what a GPU takes in over NVLink.
-COLLECTIVE_US = 10.2
+# What a GPU takes in over NVLink.
 NVLINK_BYTES_PER_US = 0.37e6
 
 # Requests that one pass multiplies: the columns of an MMA; int8 needs two, one for each plane of u.
@@ -75,7 +75,7 @@ def seed_us(
     if sampled:
         step += requests * columns / NOISE_COLUMNS_PER_US
     read = min(weights, RESIDENT_BYTES) / COLD_BYTES_PER_US
-    return LAUNCH_US + _collectives_us(plan, requests, gamma, vocab_size, world_size, layout) + read + gamma * step
+    return LAUNCH_US + _spread_us(plan, requests, gamma, vocab_size, world_size, layout) + read + gamma * step
 
 
 def _pass_us(weights: float) -> float:
@@ -84,11 +84,9 @@ def _pass_us(weights: float) -> float:
     return (weights - streamed) / MULTIPLY_BYTES_PER_US + streamed / rate
 
 
-def _collectives_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:
-    if plan == "tp_bf16" or world_size == 1:
+def _spread_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:
+    if plan == "tp_bf16" or world_size == 1 or (plan == "int8" and layout == "full"):
         return 0.0
-    tokens = COLLECTIVE_US if plan == "int8_split" else 0.0
-    if layout == "full":
-        return tokens
-    foreign = requests * gamma * vocab_size * BASE_BYTES * (world_size - 1) / world_size
-    return tokens + COLLECTIVE_US + foreign / NVLINK_BYTES_PER_US
+    tokens = HOP_US if plan == "int8_split" else 0.0
+    foreign = 0.0 if layout == "full" else requests * gamma * vocab_size * BASE_BYTES * (world_size - 1) / world_size
+    return LAUNCH_US + 2 * HOP_US + foreign / NVLINK_BYTES_PER_US + tokens

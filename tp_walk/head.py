@@ -147,3 +147,14 @@ def _check(w1: torch.Tensor, w2: torch.Tensor, d2t: torch.Tensor | None) -> None
     low, high = int(d2t.min()), int(d2t.max())
     if low < 0 or high >= w1.shape[0]:
         raise WalkInputError(f"d2t has ids from {low} to {high}; target ids lie in [0, {w1.shape[0]}), the rows of w1")
+
+
+def check_same_shapes(old: MarkovHead, new: MarkovHead) -> None:
+    """Raises WalkInputError if `new` can't take the place of `old` in a runtime."""
+    for name in ("vocab_size", "target_vocab_size", "markov_rank"):
+        if getattr(new, name) != getattr(old, name):
+            raise WalkInputError(
+                f"the new head's {name} is {getattr(new, name)}, the old one's {getattr(old, name)}; they must be equal"
+            )
+    if (new.d2t is None) != (old.d2t is None):
+        raise WalkInputError("one head has a d2t and the other has none; both or neither must")

@@ -1,20 +1,16 @@
-"""The host half of csrc/walk.cu: what a launch is given, the specialisations, and the plans that run them."""
+"""The host half of csrc/walk.cu: what a launch is given, and the specialisations."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tp_walk import jit
-from tp_walk.config import LogitsRows, Rounding
-from tp_walk.errors import KernelError, PlanUnavailableError
-from tp_walk.launch_order import launch_order
-from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout, pack_header
-from tp_walk.peers import PeerMailboxes
+from tp_walk.config import Rounding
+from tp_walk.errors import PlanUnavailableError
+from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout
 from tp_walk.placement import (
     BF16_COLUMNS,
     CONTROL_BYTES,
@@ -32,8 +28,7 @@ from tp_walk.placement import (
     requests_of,
     row_order,
 )
-from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
-from tp_walk.quantize import quantize_rows, split_planes
+from tp_walk.quantize import split_planes
 from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
@@ -83,15 +78,18 @@ class WalkParams(ctypes.Structure):
         ("tokens", _P),
         ("tokens_stride_row", _I64),
         ("tokens_stride_step", _I64),
-        ("logits", _P),
+        ("logits", _P * MAX_WORLD_SIZE),
         ("logits_stride_row", _I64),
         ("logits_stride_step", _I64),
+        ("lse", _P),
         ("num_valid", _P),
         ("launch_fields", _U64),
         ("batch", _I32),
         ("gamma", _I32),
         ("anchors_are_int32", _I32),
         ("logits_sampled_rows_only", _I32),
+        ("shares", _I32),
+        ("is_opened", _I32),
         ("base_aligned", _I32),
         ("batch_rows", _P),
         ("first_step", _P),
@@ -105,6 +103,7 @@ def walk_macros(
     macros = layout.defines() | status_defines()
     macros |= {
         "TPW_INT8": int(placement.int8),
+        "TPW_AGREEING_RANKS": 1 if placement.int8 else layout.world_size,  # where each holds all of W2, none waits
         "TPW_RANK": placement.markov_rank,
         "TPW_REG_TILES": placement.reg_tiles,
         "TPW_MULTIPLY_WARPS": MULTIPLY_WARPS,
@@ -116,7 +115,7 @@ def walk_macros(
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
-        "TPW_LOGITS": int(logits != "none"),
+        "TPW_LOGITS": LOGITS_CODES[logits],
         "TPW_CONTROL_BYTES": CONTROL_BYTES,
         "TPW_MAX_GRID": MAX_GRID,
         "TPW_PARAMS_BYTES": ctypes.sizeof(WalkParams),
@@ -128,8 +127,9 @@ def walk_macros(
 class Specialisation:
     """One cubin of csrc/walk.cu, and how its launches place W2.
 
-    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none", or "local" if this
-    rank's columns are written out. columns: what a pass multiplies; larger batches take several passes.
+    base_fp32: base logits are fp32, not bf16. sampled: temperatures are given. logits: "none"; "local" if this rank's
+    columns are written to one place, or only their log-sum-exp is wanted; "full" if they are written to every rank's
+    memory. columns: what a pass multiplies; larger batches take several passes.
     """
 
     base_fp32: bool
@@ -153,13 +153,14 @@ def specialisations(
 ) -> list[Specialisation]:
     """Every one that a walk of a runtime may want: the list to compile ahead of time, and to load at set-up.
 
-    rows: of W2 on this rank. The others are as in `place` and `MailboxLayout`. Raises PlanUnavailableError as `place`.
+    rows: of W2, on the rank that has most. The others are as in `place` and `MailboxLayout`. Raises as `place`.
     """
     found = []
-    for base_fp32, sampled, logits in itertools.product((False, True), (False, True), ("none", "local")):
+    modes = ("none", "local", "full") if world_size > 1 and not int8 else ("none", "local")
+    for base_fp32, sampled, logits in itertools.product((False, True), (False, True), modes):
         if base_fp32 and rounding != "none":
             continue
-        if rounding == "none" and not base_fp32 and _keeps_logits(sampled, logits):
+        if rounding == "none" and not base_fp32 and keeps_logits(sampled, logits):
             continue
         for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch))):
             assert columns is not None
@@ -193,7 +194,7 @@ def column_uses(int8: bool, max_batch: int) -> list[ColumnUse]:
     return list(uses[: enough + 1])
 
 
-def _keeps_logits(sampled: bool, logits: str) -> bool:
+def keeps_logits(sampled: bool, logits: str) -> bool:
     """A kernel that needs a logit later keeps it where its base logit was staged: an fp32 logit wants fp32 there."""
     return sampled or logits != "none"
 
@@ -216,7 +217,7 @@ def to_fragments(rows: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def fragment_order(rows: torch.Tensor, k_steps: int) -> torch.Tensor:
-    """`to_fragments` of whole tiles."""
+    """Whole tiles in the order of MMA lanes, rows as they come: see `to_fragments`."""
     tiles = rows.shape[0] // TILE_ROWS
     words = rows.view(torch.int32).view(tiles, 2, 8, k_steps, 2, 4)  # tile, half of rows, g, step, half of k, j
     return words.permute(0, 3, 2, 5, 4, 1).reshape(tiles, k_steps, 32, 4).contiguous()
@@ -237,341 +238,3 @@ def to_plane_rows(w1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hi, lo, scales[part] = split_planes(w1[part])
         rows[part, 0, places], rows[part, 1, places] = hi, lo
     return rows, scales
-
-
-class CooperativeLaunch:
-    """A kernel, loaded, with its launch configuration filled in once.
-
-    Raises:
-        PlanUnavailableError: the grid's CTAs, which wait for each other, don't fit the GPU at once.
-    """
-
-    def __init__(self, kernel: jit.CompiledKernel, grid: int, threads: int, shared_bytes: int, num_sms: int) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        self._function = kernel.load(shared_bytes)
-        _check_co_resident(self._function, kernel, grid, threads, shared_bytes, num_sms)
-        cooperative = driver.CUlaunchAttribute()
-        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        cooperative.value.cooperative = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared_bytes
-        # Cooperative: a grid that can't be co-resident is refused instead of waiting for CTAs that never start.
-        config.attrs = [cooperative]
-        config.numAttrs = 1
-        self._config = config
-
-    def __call__(self, arguments: int, stream: int) -> None:
-        self._config.hStream = stream
-        (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, arguments, 0)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(
-                f"launching the walk ({self._config.gridDimX} CTAs, {self._config.sharedMemBytes} bytes of shared "
-                f"memory each) failed: {status.name}"
-            )
-
-
-class _Launch(CooperativeLaunch):
-    """One specialisation of the walk."""
-
-    def __init__(self, kernel: jit.CompiledKernel, placement: Placement, num_sms: int) -> None:
-        super().__init__(kernel, placement.grid, THREADS, placement.shared_bytes, num_sms)
-        self.placement = placement
-
-
-def _check_co_resident(
-    function: Any, kernel: jit.CompiledKernel, grid: int, threads: int, shared_bytes: int, num_sms: int
-) -> None:
-    from cuda.bindings import driver
-
-    status, ctas = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelError(f"the walk's occupancy isn't known: {status.name}")
-    if grid > ctas * num_sms:
-        raise PlanUnavailableError(
-            f"the walk's {grid} CTAs wait for each other, and this GPU holds only {ctas * num_sms} of them "
-            f"at once: {num_sms} SMs, {kernel.resources.registers} registers a thread and {shared_bytes} "
-            "bytes of shared memory a CTA"
-        )
-
-
-def _strided(tensor: torch.Tensor | None) -> tuple[int | None, int]:
-    """Address, and element stride of a `[batch]` tensor; 0 for one element that serves all rows."""
-    if tensor is None:
-        return None, 0
-    return tensor.data_ptr(), 0 if tensor.numel() == 1 else tensor.stride(0)
-
-
-def stored_rows(inputs: WalkInputs) -> torch.Tensor:
-    """`[batch]` bool: the rows whose logits a walk writes."""
-    rows = torch.arange(inputs.tokens.shape[0], device=inputs.tokens.device)
-    stored = rows >= 0 if inputs.num_valid is None else rows < inputs.num_valid
-    if inputs.logits_rows == "sampled":
-        stored &= False if inputs.temperatures is None else inputs.temperatures > 0
-    return stored
-
-
-def describe_walk(p: WalkParams, inputs: WalkInputs, plan: str, rounding: Rounding) -> None:
-    """Fills in what a walk brings: its tensors, its noise, and the fields that all ranks must agree on."""
-    base = inputs.base_logits
-    p.base_logits = base.data_ptr() + (p.shard_start * base.element_size() if inputs.base_is_full else 0)
-    p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
-    strides = (p.base_stride_row | p.base_stride_step) * base.element_size()
-    p.base_aligned = (p.base_logits | strides) % (4 * base.element_size()) == 0
-    p.anchors, p.anchors_stride = inputs.anchors.data_ptr(), inputs.anchors.stride(0)
-    p.anchors_are_int32 = inputs.anchors.dtype == torch.int32
-    p.temperatures = None
-    if inputs.temperatures is not None and inputs.noise is not None:
-        noise = inputs.noise
-        p.temperatures, p.temperatures_stride = inputs.temperatures.data_ptr(), inputs.temperatures.stride(0)
-        p.key_pointer, p.key_stride = _strided(noise.key) if isinstance(noise.key, torch.Tensor) else (None, 0)
-        p.key = 0 if isinstance(noise.key, torch.Tensor) else noise.key & (1 << 64) - 1
-        p.offset_pointer, p.offset_stride = (
-            _strided(noise.offset) if isinstance(noise.offset, torch.Tensor) else (None, 0)
-        )
-        p.offset = 0 if isinstance(noise.offset, torch.Tensor) else noise.offset & (1 << 64) - 1
-        p.rows, p.rows_stride = _strided(noise.rows)
-    else:
-        p.key_pointer = p.offset_pointer = p.rows = None
-        p.key = p.offset = 0
-    p.tokens = inputs.tokens.data_ptr()
-    p.tokens_stride_row, p.tokens_stride_step = inputs.tokens.stride(0), inputs.tokens.stride(1)
-    if inputs.logits_out is not None:
-        p.logits = inputs.logits_out.data_ptr()
-        p.logits_stride_row, p.logits_stride_step = inputs.logits_out.stride(0), inputs.logits_out.stride(1)
-    p.num_valid = None if inputs.num_valid is None else inputs.num_valid.data_ptr()
-    p.batch, p.gamma = base.shape[0], base.shape[1]
-    p.logits_sampled_rows_only = inputs.logits_rows == "sampled"
-    (p.launch_fields, *_) = pack_header(
-        {
-            "batch": p.batch,
-            "gamma": p.gamma,
-            "plan": PLAN_NAMES.index(plan),
-            "rounding": ROUNDING_CODES[rounding],
-            "logits": LOGITS_CODES[inputs.logits],
-            "logits_rows": p.logits_sampled_rows_only,
-            "sampled": int(inputs.temperatures is not None),
-        }
-    )
-
-
-class KernelExecutor:
-    """Runs csrc/walk.cu: the part that the plans share. A subclass says how W2 is held and over which ranks."""
-
-    name: str
-    int8: bool
-
-    def __init__(
-        self, context: ExecutorContext, *, world_size: int, rank: int, shard_start: int, shard_width: int
-    ) -> None:
-        self._context = context
-        if context.device.type != "cuda":
-            raise PlanUnavailableError(f"plan {self.name} needs a CUDA device, not {context.device}")
-        properties = torch.cuda.get_device_properties(context.device)
-        if properties.major < 9:
-            raise PlanUnavailableError(
-                f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability "
-                f"{properties.major}.{properties.minor}"
-            )
-        self._world_size = world_size
-        self._shard_width = shard_width
-        self._specialisations = specialisations(
-            int8=self.int8,
-            markov_rank=context.shape.markov_rank,
-            rows=shard_width,
-            world_size=world_size,
-            max_batch=context.max_batch,
-            rounding=context.rounding,
-            num_sms=properties.multi_processor_count,
-            shared_limit=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-        )
-        # The placements differ in what they stage, not in where a row of W2 is found.
-        self._placement = self._specialisations[0].placement
-        self._layout = MailboxLayout(world_size, context.max_batch, self._placement.grid)
-        self._mailboxes = (
-            PeerMailboxes(context.group, self._layout, context.device)
-            if world_size > 1
-            else PeerMailboxes(None, self._layout, context.device)
-        )
-        self._load(context)
-        params = WalkParams()
-        params.w2_fragments = self._fragments.data_ptr()
-        params.row_scales = None if self._row_scales is None else self._row_scales.data_ptr()
-        params.u_rows = self._u_rows.data_ptr()
-        params.u_scales = None if self._u_scales is None else self._u_scales.data_ptr()
-        params.d2t = None if context.d2t is None else context.d2t.data_ptr()
-        for source, address in enumerate(self._mailboxes.addresses):
-            params.mailboxes[source] = address
-        params.status = self._mailboxes.status_address
-        params.startup_deadline_ns = int(context.deadline.startup_s * 1e9)
-        params.steady_deadline_ns = int(context.deadline.steady_s * 1e9)
-        params.vocab_size = context.shape.vocab_size
-        params.target_vocab_size = context.w1.shape[0]
-        params.shard_start = shard_start
-        params.shard_width = shard_width
-        params.rank = rank
-        self._params = params
-        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._order = launch_order(context.device)
-        # All of them now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
-        # By what a walk asks for, those for small batches first.
-        self._launches: dict[tuple[bool, bool, str], list[_Launch]] = {}
-        for one in self._specialisations:
-            kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
-            launch = _Launch(kernel, one.placement, properties.multi_processor_count)
-            self._launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append(launch)
-
-    @property
-    def params(self) -> WalkParams:
-        """What every launch is given; a walk fills in the rest."""
-        return self._params
-
-    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's rows of W2 on the device, as the plan holds them, and their scales."""
-        raise NotImplementedError
-
-    def _load(self, context: ExecutorContext) -> None:
-        rows, self._row_scales = self._rows(context)
-        self._fragments = to_fragments(rows, self._placement)
-        self._u_rows = context.w1
-        self._u_scales: torch.Tensor | None = None
-        if self.int8:
-            self._u_rows, self._u_scales = to_plane_rows(context.w1)
-
-    def memory_bytes(self) -> int:
-        own = [self._fragments, self._row_scales, self._u_scales, self._u_rows if self.int8 else None]
-        return sum(tensor.nbytes for tensor in own if tensor is not None) + self._layout.num_bytes
-
-    def walk(self, inputs: WalkInputs) -> None:
-        gathers = inputs.logits == "full" and self._world_size > 1
-        if gathers or inputs.lse_out is not None:
-            self._walk_and_gather(inputs, gathers)
-        else:
-            self._walk(inputs)
-        # Last: the ranks of a failed walk must still meet in every collective, or none could be reset.
-        self.check()
-
-    def _walk_and_gather(self, inputs: WalkInputs, gathers: bool) -> None:
-        """Full logits of a sharded plan, and log-sum-exp: from this rank's columns, by collectives after the walk."""
-        context, timeout_s = self._context, self._context.deadline.steady_s
-        batch, gamma = inputs.tokens.shape
-        dtype = torch.float32 if context.rounding == "none" else torch.bfloat16
-        own = torch.empty(batch, gamma, self._shard_width, dtype=dtype, device=context.device)
-        rows: LogitsRows = inputs.logits_rows if inputs.lse_out is None else "all"
-        self._walk(inputs._replace(logits="local", logits_rows=rows, logits_out=own))
-        if inputs.lse_out is not None:
-            temperatures: torch.Tensor | float = 1.0
-            if inputs.temperatures is not None:
-                given = inputs.temperatures[:, None, None]
-                temperatures = torch.where(given > 0, given.clamp_min(1e-5), 1.0)
-            # An empty shard's sum is that of the padding, whose quotient with an infinite temperature would be NaN.
-            lse = torch.logsumexp(torch.nn.functional.pad(own.float() / temperatures, (0, 1), value=-torch.inf), -1)
-            if self._world_size > 1:
-                lse = torch.logsumexp(context.group.all_gather(lse, timeout_s), 0)
-            valid = stored_rows(inputs._replace(logits_rows="all"))
-            inputs.lse_out.copy_(torch.where(valid[:, None], lse, inputs.lse_out))
-        if inputs.logits_out is not None:
-            widths = [shard.width for shard in context.shards]
-            columns = context.group.all_gather_columns(own, widths, timeout_s) if gathers else own
-            inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], columns, inputs.logits_out))
-
-    def _walk(self, inputs: WalkInputs) -> None:
-        base = inputs.base_logits
-        sampled = inputs.temperatures is not None
-        if self._context.rounding == "none" and _keeps_logits(sampled, inputs.logits):
-            base = base.float()
-        logits = "none" if inputs.logits == "none" else "local"
-        launches = self._launches[base.dtype == torch.float32, sampled, logits]
-        launch = next((one for one in launches if one.placement.requests >= base.shape[0]), launches[-1])
-        placement = launch.placement
-        p = self._params
-        p.tiles_per_cta = placement.tiles_per_cta
-        p.smem_tiles = placement.smem_tiles
-        p.base_stage_bytes = placement.base_stage_bytes
-        describe_walk(p, inputs._replace(base_logits=base), self.name, self._context.rounding)
-        stream = torch.cuda.current_stream(self._context.device)
-        self._order.before(stream)
-        launch(self._arguments_address, stream.cuda_stream)
-        self._order.after(stream)
-
-    def check(self) -> None:
-        self._mailboxes.check()
-
-    def clamped_anchor(self) -> tuple[int, int] | None:
-        status = self._mailboxes.status()
-        return (status.clamped_block, status.clamped_row) if status.clamped_block else None
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
-    def reset(self) -> None:
-        self._mailboxes.reset()
-
-    def reload(self, context: ExecutorContext) -> None:
-        rows, scales = self._rows(context)
-        self._fragments.copy_(to_fragments(rows, self._placement))
-        if self._row_scales is not None and scales is not None:
-            self._row_scales.copy_(scales)
-        if self._u_scales is not None:
-            rows, scales = to_plane_rows(context.w1)
-            self._u_rows.copy_(rows)
-            self._u_scales.copy_(scales)
-
-    def close(self) -> None:
-        self._mailboxes.close()
-
-
-class TpBf16Executor(KernelExecutor):
-    """Plan `tp_bf16`: each rank holds its own rows of W2."""
-
-    name = "tp_bf16"
-    int8 = False
-
-    def __init__(self, context: ExecutorContext) -> None:
-        if context.shape.world_size not in (1, 2, 4, 8):
-            raise PlanUnavailableError(f"plan tp_bf16 runs at world size 1, 2, 4 and 8, not {context.shape.world_size}")
-        super().__init__(
-            context,
-            world_size=context.shape.world_size,
-            rank=context.group.rank,
-            shard_start=context.shard.start,
-            shard_width=context.shard.stop - context.shard.start,
-        )
-
-    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return context.head.w2_rows(context.shard.start, context.shard.stop).to(context.device).contiguous(), None
-
-
-class Int8Executor(KernelExecutor):
-    """Plan `int8`: every rank holds all of W2 as int8 and walks the whole batch."""
-
-    name = "int8"
-    int8 = True
-
-    def __init__(self, context: ExecutorContext) -> None:
-        super().__init__(context, world_size=1, rank=0, shard_start=0, shard_width=context.shape.vocab_size)
-
-    def walk(self, inputs: WalkInputs) -> None:
-        """The walk of one GPU on every rank. Base logits that lie sharded are gathered first: a collective."""
-        context = self._context
-        if not inputs.base_is_full:
-            local = inputs.base_logits[..., : context.shard.width]
-            widths = [shard.width for shard in context.shards]
-            base = context.group.all_gather_columns(local, widths, context.deadline.steady_s)
-            inputs = inputs._replace(base_logits=base, base_is_full=True)
-        if inputs.logits != "local" or inputs.logits_out is None or context.shape.world_size == 1:
-            super().walk(inputs)
-            return
-        # The kernel stores whole rows; of those that it stored, this rank keeps its own columns.
-        batch, gamma = inputs.tokens.shape
-        whole = inputs.logits_out.new_empty(batch, gamma, context.shape.vocab_size)
-        super().walk(inputs._replace(logits="full", logits_out=whole))
-        own = whole[..., context.shard.start : context.shard.stop]
-        inputs.logits_out.copy_(torch.where(stored_rows(inputs)[:, None, None], own, inputs.logits_out))
-
-    def _rows(self, context: ExecutorContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return quantize_rows(context.head.w2_rows(0, context.shape.vocab_size).to(context.device))

@@ -21,6 +21,7 @@ PHASE_BITS = 8
 CHAIN_BITS = 16
 BLOCK_SHIFT = PHASE_BITS + CHAIN_BITS
 HEADER_PHASE = (1 << PHASE_BITS) - 1
+LOGITS_PHASE = HEADER_PHASE - 1
 CHAIN_MULTIPLIER = 0x9E3779B1  # Knuth's multiplicative hash: 2^32 over the golden ratio
 
 MAX_WORLD_SIZE = 8
@@ -28,8 +29,9 @@ MAX_CTAS = 256  # slots a row; above the SM count of every GPU up to Blackwell
 MAX_BATCH = (1 << 16) - 1  # batch and num_valid travel in 16 bits of a header
 HEADER_WORDS = 3
 
-# A single request on one or two GPUs: each CTA posts its key to all ranks, in copies, and every CTA polls one copy of
-# all posts. More of either would be too many words. If CTAs all polled one copy, they would hold up its late writers.
+# A single request that one or two GPUs agree on: each CTA posts its key to all ranks, in copies, and every CTA polls
+# one copy of all posts. More of either would be too many words. CTAs that all polled one copy would hold up its late
+# writers.
 POST_COPIES = 8
 POST_WORLD_SIZE = 2
 
@@ -55,10 +57,21 @@ def header_tag(block: int) -> int:
     return (block << BLOCK_SHIFT | HEADER_PHASE) & _U64
 
 
+def logits_tag(block: int) -> int:
+    """The tag by which a CTA says that its columns of block `block` are in every rank's memory."""
+    return (block << BLOCK_SHIFT | LOGITS_PHASE) & _U64
+
+
+def lse_tag(block: int, step: int) -> int:
+    """The tag of the log-sum-exps of step `step`: no token leads to what is only reported."""
+    return (block << BLOCK_SHIFT | (step + 1)) & _U64
+
+
 def describe_tag(tag: int) -> str:
     """A tag in words, for messages."""
     phase = tag & HEADER_PHASE
-    what = "headers" if phase == HEADER_PHASE else f"step {phase - 1}" if phase else "nothing written"
+    named = {HEADER_PHASE: "headers", LOGITS_PHASE: "logits", 0: "nothing written"}
+    what = named.get(phase, f"step {phase - 1}")
     return f"{tag:#x} (block {tag >> BLOCK_SHIFT}, {what})"
 
 
@@ -103,11 +116,14 @@ HEADER_FIELDS: dict[str, BitField] = {
     "batch": BitField(0, 0, 16),
     "num_valid": BitField(0, 16, 16),
     "gamma": BitField(0, 32, 8),
-    "plan": BitField(0, 40, 8),
-    "rounding": BitField(0, 48, 4),
-    "logits": BitField(0, 52, 4),
-    "logits_rows": BitField(0, 56, 4),
-    "sampled": BitField(0, 60, 4),
+    "plan": BitField(0, 40, 6),
+    "base_logits": BitField(0, 46, 2),  # layout and dtype, where ranks send each other base logits
+    "rounding": BitField(0, 48, 2),
+    "logits": BitField(0, 50, 2),
+    "logits_rows": BitField(0, 52, 2),
+    "sampled": BitField(0, 54, 2),
+    "lse": BitField(0, 56, 2),
+    "logits_buffer": BitField(0, 58, 6),
     "anchors": BitField(1, 0, 32),
     "temperatures": BitField(1, 32, 32),
     "key": BitField(2, 0, 16),
@@ -149,9 +165,14 @@ class MailboxLayout:
         poison       [source rank]                              words written by peers, sticky until reset
         headers      [block & 1][source rank][HEADER_WORDS]     words written by peers
         results      [block & 1][step & 1][row][source rank]    words written by peers
+        arrivals     [source rank][CTA]                         words written by peers
+        tokens       [row of the batch][step]                   words written by peers
         slots        [row][CTA]                                 words of this rank alone
-        posts        [block & 1][step & 1][copy][source rank][CTA]  words written by peers' CTAs, of row 0 when it is
-                     alone, up to POST_WORLD_SIZE ranks; beyond there are none
+        posts        [block & 1][step & 1][copy][source][CTA]   words written by CTAs of the ranks that agree, of row 0
+                     when it is alone and they are at most POST_WORLD_SIZE
+        partials     [step & 1][row][CTA]                       words of this rank alone: a CTA's part of a log-sum-exp
+        columns      [source rank][CTA]                         words written by peers: a CTA's logits are all here
+        sums         [step][row][source rank]                   words written by peers: a rank's part of one
 
     max_batch: the most rows of a launch. world_size: 1 to MAX_WORLD_SIZE. num_ctas: the grid, 1 to MAX_CTAS; row r is
     aggregated by CTA r % num_ctas. Only world_size and the row capacity (max_batch rounded up to a power of two, 64
@@ -176,12 +197,25 @@ class MailboxLayout:
     results_block_stride: int = field(init=False)
     results_step_stride: int = field(init=False)
     results_row_stride: int = field(init=False)
+    arrivals_offset: int = field(init=False)
+    arrivals_source_stride: int = field(init=False, default=MAX_CTAS * LINE_BYTES)
+    arrivals_cta_stride: int = field(init=False, default=LINE_BYTES)
+    tokens_offset: int = field(init=False)
+    tokens_row_stride: int = field(init=False, default=MAX_GAMMA * WORD_BYTES)
     slots_offset: int = field(init=False)
     slots_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
     posts_offset: int = field(init=False)
     posts_block_stride: int = field(init=False)
     posts_step_stride: int = field(init=False)
     posts_copy_stride: int = field(init=False)
+    partials_offset: int = field(init=False)
+    partials_step_stride: int = field(init=False)
+    partials_row_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    columns_offset: int = field(init=False)
+    columns_source_stride: int = field(init=False, default=MAX_CTAS * WORD_BYTES)
+    sums_offset: int = field(init=False)
+    sums_step_stride: int = field(init=False)
+    sums_row_stride: int = field(init=False)
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,16 +238,21 @@ class MailboxLayout:
         results_row = derive("results_row_stride", LINE_BYTES)
         results_step = derive("results_step_stride", rows * results_row)
         results_block = derive("results_block_stride", 2 * results_step)
-        slots = derive("slots_offset", results + 2 * results_block)
+        arrivals = derive("arrivals_offset", results + 2 * results_block)
+        tokens = derive("tokens_offset", arrivals + self.world_size * self.arrivals_source_stride)
+        slots = derive("slots_offset", tokens + rows * self.tokens_row_stride)
         posts = derive("posts_offset", slots + rows * self.slots_row_stride)
-        posts_copy = derive("posts_copy_stride", self.world_size * MAX_CTAS * WORD_BYTES)
+        posts_copy = derive("posts_copy_stride", min(self.world_size, POST_WORLD_SIZE) * MAX_CTAS * WORD_BYTES)
         posts_step = derive("posts_step_stride", POST_COPIES * posts_copy)
         posts_block = derive("posts_block_stride", 2 * posts_step)
-        derive("num_bytes", posts + (2 * posts_block if self.has_posts else 0))
-
-    @property
-    def has_posts(self) -> bool:
-        return self.world_size <= POST_WORLD_SIZE
+        partials = derive("partials_offset", posts + 2 * posts_block)
+        partials_step = derive("partials_step_stride", rows * self.partials_row_stride)
+        columns = derive("columns_offset", partials + 2 * partials_step)
+        sums = derive("sums_offset", columns + self.world_size * self.columns_source_stride)
+        # Close together: one CTA looks at them, once, at the end.
+        sums_row = derive("sums_row_stride", self.world_size * WORD_BYTES)
+        sums_step = derive("sums_step_stride", _lines(rows * sums_row))
+        derive("num_bytes", sums + MAX_GAMMA * sums_step)
 
     def aggregator(self, row: int) -> int:
         """The CTA that reduces `row` and publishes this rank's result of it."""
@@ -230,14 +269,32 @@ class MailboxLayout:
         parities = (block & 1) * self.results_block_stride + (step & 1) * self.results_step_stride
         return self.results_offset + parities + row * self.results_row_stride + source * WORD_BYTES
 
+    def arrival_word(self, source: int, cta: int) -> int:
+        return self.arrivals_offset + source * self.arrivals_source_stride + cta * self.arrivals_cta_stride
+
+    def token_word(self, row: int, step: int) -> int:
+        return self.tokens_offset + row * self.tokens_row_stride + step * WORD_BYTES
+
     def slot_word(self, row: int, cta: int) -> int:
         return self.slots_offset + row * self.slots_row_stride + cta * WORD_BYTES
 
     def post_word(self, block: int, step: int, copy: int, source: int, cta: int) -> int:
-        """The ranks' posts lie side by side, as many as there are CTAs, so that lanes of a warp find work."""
+        """The ranks' posts lie side by side, as many as there are CTAs, so that lanes of a warp find work. source: the
+        rank's place among those that agree.
+        """
         parities = (block & 1) * self.posts_block_stride + (step & 1) * self.posts_step_stride
         place = copy * self.posts_copy_stride + (source * self.num_ctas + cta) * WORD_BYTES
         return self.posts_offset + parities + place
+
+    def partial_word(self, step: int, row: int, cta: int) -> int:
+        step_offset = (step & 1) * self.partials_step_stride
+        return self.partials_offset + step_offset + row * self.partials_row_stride + cta * WORD_BYTES
+
+    def sum_word(self, step: int, row: int, source: int) -> int:
+        return self.sums_offset + step * self.sums_step_stride + row * self.sums_row_stride + source * WORD_BYTES
+
+    def columns_word(self, source: int, cta: int) -> int:
+        return self.columns_offset + source * self.columns_source_stride + cta * WORD_BYTES
 
     def defines(self) -> dict[str, int]:
         """The macros that csrc/mailbox.cuh is compiled with: no function of num_ctas, nor of max_batch up to 64."""
@@ -248,6 +305,7 @@ class MailboxLayout:
             "CHAIN_BITS": CHAIN_BITS,
             "CHAIN_MULTIPLIER": CHAIN_MULTIPLIER,
             "HEADER_PHASE": HEADER_PHASE,
+            "LOGITS_PHASE": LOGITS_PHASE,
             "HEADER_WORDS": HEADER_WORDS,
             "MAX_CTAS": MAX_CTAS,
             "POST_COPIES": POST_COPIES,

@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from tp_walk.group import WalkGroup
     from tp_walk.head import MarkovHead
     from tp_walk.noise import Noise
+    from tp_walk.peer_logits import PeerLogits
 
 PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "reference_int8")
 
 # The definitions run anywhere and take memory only once they are walked, so that a kill switch always has its plan.
 REFERENCE_PLANS = ("reference", "reference_int8")
+
+# What these report of logits they exchange by collectives that take longer than the walk: auto_select leaves them out
+# of walks that ask for logits or log-sum-exps.
+SLOW_TO_REPORT = ("int8_split",)
 
 
 def is_taken_on_demand(name: str, device: torch.device) -> bool:
@@ -74,7 +79,8 @@ class WalkOutput(NamedTuple):
 
     tokens: `[batch, gamma]` int64, target ids.
     logits: `[batch, gamma, shard width]` ("local") or `[batch, gamma, V]` ("full"), bf16; float32 with rounding "none".
-    lse: `[batch, gamma]` float32, log-sum-exp of logit / T over the whole vocabulary (T = 1 for greedy rows).
+    lse: `[batch, gamma]` float32, log-sum-exp of logit / T over the whole vocabulary (T = 1 for greedy rows): within
+    1e-5 and a rounding to float32 of the exact value of the same logits, the same bits on every rank.
     plan: the plan that ran.
 
     What wasn't asked for is None. Rows from num_valid on aren't written, nor are the logits of greedy rows with
@@ -93,7 +99,7 @@ class ExecutorContext:
 
     head: the weights; rows of W2 only through `head.w2_rows`. w1 `[V_target(+), r]` bf16 and d2t `[V]` int64 or None
     are on `device` already, shared by all executors of the runtime.
-    shards: every rank's, in rank order; shard: this rank's.
+    shards: every rank's, in rank order; shard: this rank's. peer_logits: the output buffers that all ranks map.
     """
 
     head: MarkovHead
@@ -108,6 +114,7 @@ class ExecutorContext:
     max_gamma: int
     rounding: Rounding
     deadline: Deadline
+    peer_logits: PeerLogits
 
 
 class PlanExecutor(Protocol):
@@ -172,8 +179,9 @@ def _lazy(module: str, name: str) -> ExecutorFactory:
 # WalkGroup.stage or .vote, frees what it took before it raises, and so returns on all ranks or on none: only then may
 # its executor's close() talk to them.
 EXECUTORS: dict[str, ExecutorFactory] = {
-    "tp_bf16": _lazy("tp_walk.kernels", "TpBf16Executor"),
-    "int8": _lazy("tp_walk.kernels", "Int8Executor"),
+    "tp_bf16": _lazy("tp_walk.executors", "TpBf16Executor"),
+    "int8": _lazy("tp_walk.int8_executors", "Int8Executor"),
+    "int8_split": _lazy("tp_walk.int8_executors", "Int8SplitExecutor"),
     "certified": _lazy("tp_walk.certified", "certified"),
     "reference": _lazy("tp_walk.reference", "reference"),
     "reference_int8": _lazy("tp_walk.reference", "reference_int8"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tp_walk import certified, jit, kernels, pair_test
+from tp_walk import certified, jit, kernels, pair_test, spread
 from tp_walk.config import Rounding
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.shard import shard_bounds
@@ -72,6 +72,7 @@ def jobs(
             raise PlanUnavailableError(f"no kernel at world size {world_size}: {'; '.join(dict.fromkeys(refusals))}")
         wanted += _certify_jobs(vocab_size, markov_rank, world_size, max_batch, roundings, target)
         if world_size > 1:
+            wanted += _spread_jobs(world_size, max_batch, roundings)
             macros = tuple(pair_test.macros().items())
             wanted.append(Job(f"self-test of {world_size} ranks", "pair_test.cu", "pair_test", macros))
         for job in wanted:
@@ -91,6 +92,14 @@ def compile_together(wanted: Iterable[Job], arch: str) -> None:
 
 def _compile(job: Job, arch: str) -> None:
     job.compile(arch)
+
+
+def _spread_jobs(world_size: int, max_batch: int, roundings: Sequence[Rounding]) -> Iterator[Job]:
+    for dtype in dict.fromkeys(dtype for rounding in roundings for dtype in spread.base_dtypes(rounding)):
+        base_fp32 = dtype.itemsize == 4
+        macros = spread.spread_macros(world_size, max_batch, base_fp32=base_fp32)
+        purpose = f"int8 and int8_split on {world_size}: exchange of {'fp32' if base_fp32 else 'bf16'} base"
+        yield Job(purpose, "spread.cu", "spread", tuple(macros.items()))
 
 
 def _walk_jobs(
@@ -148,7 +157,6 @@ def _certify_jobs(
 
 
 def _layouts(vocab_size: int, world_size: int) -> Iterator[tuple[str, bool, int, int]]:
-    """Plan, int8, ranks that exchange, and rows of W2 a rank holds; a plan once for each width that its shards have."""
-    for rows in sorted({shard.width for shard in shard_bounds(vocab_size, world_size)}):
-        yield "tp_bf16", False, world_size, rows
-    yield "int8", True, 1, vocab_size
+    """Plan, int8, ranks that exchange, and the most rows of W2 that a rank holds."""
+    yield "tp_bf16", False, world_size, max(shard.width for shard in shard_bounds(vocab_size, world_size))
+    yield "int8", True, world_size, vocab_size  # int8_split's, too

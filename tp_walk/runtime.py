@@ -17,9 +17,10 @@ import torch.distributed as dist
 from tp_walk.config import MAX_GAMMA, ROUNDINGS, Deadline, LogitsMode, LogitsRows, Rounding, WalkShape, settings
 from tp_walk.errors import PlanUnavailableError, RuntimeClosedError, WalkError, WalkInputError, WalkMismatch
 from tp_walk.group import WalkGroup
-from tp_walk.head import MarkovHead
+from tp_walk.head import MarkovHead, check_same_shapes
 from tp_walk.inputs import InputChecker
 from tp_walk.noise import Noise
+from tp_walk.peer_logits import PeerLogits
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, ExecutorContext, Plan, PlanExecutor, WalkOutput, is_taken_on_demand
 from tp_walk.plan_table import Layout
 from tp_walk.selection import Selector, agree_on_selector, select_here
@@ -118,6 +119,7 @@ class WalkRuntime:
             max_gamma=max_gamma,
             rounding=rounding,
             deadline=deadline,
+            peer_logits=PeerLogits(self._group, self.device),
         )
         self._inputs = InputChecker(
             head.vocab_size, head.target_vocab_size, self.shard, max_batch, max_gamma, rounding, self.device
@@ -175,7 +177,8 @@ class WalkRuntime:
             raise RuntimeClosedError("this WalkRuntime is closed; make a new one")
         inputs = self._inputs(base_logits, anchors, temperatures, noise, logits, logits_rows, num_valid, out, lse)
         batch, gamma = inputs.tokens.shape
-        chosen = self._plan(plan, batch, gamma, temperatures is not None, "full" if inputs.base_is_full else "sharded")
+        layout: Layout = "full" if inputs.base_is_full else "sharded"
+        chosen = self._plan(plan, lse or logits != "none", (batch, gamma, temperatures is not None, layout))
         if batch:
             self._executor(chosen.name).walk(inputs)
             self._walks[chosen.name] = self._walks.get(chosen.name, 0) + 1
@@ -201,7 +204,7 @@ class WalkRuntime:
             raise WalkInputError(f"the batch is {batch}; this runtime was made with max_batch={context.max_batch}")
         if not 1 <= gamma <= context.max_gamma:
             raise WalkInputError(f"gamma is {gamma}; it must be in 1..{context.max_gamma}, this runtime's max_gamma")
-        return self._plan(None, batch, gamma, sampled, layout or self._usual_layout)
+        return self._plan(None, False, (batch, gamma, sampled, layout or self._usual_layout))
 
     def memory_bytes(self, plan: Plan | str) -> int:
         """Bytes on the device that the plan holds for itself, 0 if it isn't held. W1 and d2t come on top, once."""
@@ -215,11 +218,18 @@ class WalkRuntime:
     ) -> torch.Tensor:
         """A buffer for `walk(out=…)`: `[batch, gamma, columns of the mode]`, of the logits' dtype, uninitialised.
 
-        batch and gamma are the runtime's maxima if they aren't given.
+        batch, gamma: the runtime's maxima if they aren't given.
+        "full", where tp_bf16 runs on several GPUs: memory that every rank's kernel writes into while the walk goes on.
+        Any other costs a copy. Making one is a collective, and all ranks walk with the same one, or its first rows. It
+        lasts until `close`; from a failed walk until `reset` a peer may still write into it for a moment. Raises
+        SetupError or PlanUnavailableError where a rank can't allocate or map it, alike on every rank.
         """
         batch = self._context.max_batch if batch is None else batch
         gamma = self._context.max_gamma if gamma is None else gamma
-        return torch.empty(batch, gamma, self.logits_width(logits), dtype=self.logits_dtype, device=self.device)
+        shape = batch, gamma, self.logits_width(logits)
+        if logits == "full" and self.world_size > 1 and "tp_bf16" in self._executors:
+            return self._context.peer_logits.make(shape, self.logits_dtype)
+        return torch.empty(shape, dtype=self.logits_dtype, device=self.device)
 
     def logits_width(self, logits: LogitsMode) -> int:
         """Columns of the logits of a mode: the shard's width for "local", V for "full"."""
@@ -298,7 +308,7 @@ class WalkRuntime:
         context = self._context
 
         def load() -> ExecutorContext:
-            _check_same_shapes(context.head, head)
+            check_same_shapes(context.head, head)
             w1, d2t = _tables(head, self.device)
             if self.device.type == "cuda":
                 w1 = context.w1.copy_(w1)
@@ -405,13 +415,13 @@ class WalkRuntime:
             return "takes its memory at its first walk"
         return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
 
-    def _plan(self, plan: Plan | str | None, batch: int, gamma: int, sampled: bool, layout: Layout) -> Plan:
+    def _plan(self, plan: Plan | str | None, reports: bool, size: tuple[int, int, bool, Layout]) -> Plan:
         if self._forced is not None:
             return self._forced
         if isinstance(plan, Plan):
             return plan
         if plan is None:
-            return self._selector(batch, gamma, sampled, layout)
+            return (self._selector.reporting if reports else self._selector)(*size)
         if plan not in self._named:
             raise WalkInputError(f"plan is {plan!r}; it must be a Plan, None or one of {', '.join(PLAN_NAMES)}")
         return self._named[plan]
@@ -419,9 +429,11 @@ class WalkRuntime:
     def _free(self) -> None:
         """Closes every executor, also where one raises; then raises what the first one did."""
         failure: WalkError | None = None
-        while self._executors:
+        closes = [executor.close for executor in reversed(self._executors.values())]
+        self._executors.clear()
+        for close in (*closes, self._context.peer_logits.close):
             try:
-                self._executors.popitem()[1].close()
+                close()
             except WalkError as error:
                 failure = failure or error
         if failure is not None:
@@ -488,13 +500,3 @@ def _check(max_batch: int, max_gamma: int, rounding: Rounding, plans: Sequence[s
 
 def _tables(head: MarkovHead, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     return head.w1.to(device).contiguous(), None if head.d2t is None else head.d2t.to(device).contiguous()
-
-
-def _check_same_shapes(old: MarkovHead, new: MarkovHead) -> None:
-    for name in ("vocab_size", "target_vocab_size", "markov_rank"):
-        if getattr(new, name) != getattr(old, name):
-            raise WalkInputError(
-                f"the new head's {name} is {getattr(new, name)}, the old one's {getattr(old, name)}; they must be equal"
-            )
-    if (new.d2t is None) != (old.d2t is None):
-        raise WalkInputError("one head has a d2t and the other has none; both or neither must")

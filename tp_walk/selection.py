@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
 
 import torch
 
@@ -14,7 +15,7 @@ from tp_walk.config import WalkShape
 from tp_walk.cost_model import seed_us
 from tp_walk.errors import PlanUnavailableError, WalkMismatch
 from tp_walk.group import WalkGroup
-from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, Plan
+from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, SLOW_TO_REPORT, Plan
 from tp_walk.plan_table import Layout, Machine, Mode, PlanTable, find_table, software
 from tp_walk.topology import Gpu, gpu_of, link_between
 
@@ -70,6 +71,12 @@ class Selector:
     def among(self, plans: Collection[str]) -> Selector:
         """The selector of the same table for other plans."""
         return Selector(self.machine, self.table, plans, self._changed)
+
+    @cached_property
+    def reporting(self) -> Selector:
+        """The selector for walks that report logits or log-sum-exps."""
+        quick = [plan for plan in self._plans if plan not in SLOW_TO_REPORT]
+        return self.among(quick) if quick and len(quick) < len(self._plans) else self
 
     def digest(self) -> str:
         """A hash of all that decides."""

@@ -26,11 +26,17 @@ class WalkCode(IntEnum):
 
 
 class Wait(IntEnum):
-    """The word that was waited for, or found to disagree: a rank's header, a CTA's slot, a rank's result."""
+    """The word that was waited for, or found to disagree: a rank's header, a CTA's slot or part of a log-sum-exp, a
+    rank's result or part, the arrival of a rank's base logits, a token of a row that another rank walks, the logits of
+    a rank's CTA.
+    """
 
     HEADER = 1
     SLOT = 2
     RESULT = 3
+    ARRIVAL = 4
+    TOKEN = 5
+    LOGITS = 6
 
 
 # name -> (byte offset, struct format), little endian.
@@ -140,6 +146,9 @@ class WalkStatus:
             Wait.HEADER: f"the header of rank {self.source}",
             Wait.SLOT: f"CTA {self.source} of the same GPU at step {self.step}, row {self.row}",
             Wait.RESULT: f"the result of rank {self.source} at step {self.step}, row {self.row}",
+            Wait.ARRIVAL: f"the base logits of rank {self.source}, part {self.row}",
+            Wait.TOKEN: f"the token of rank {self.source} at step {self.step}, row {self.row}",
+            Wait.LOGITS: f"the logits of rank {self.source}",
         }[wait]
         tags = f"expected tag {describe_tag(self.expected)}, last saw {describe_tag(self.seen)}"
         if code == WalkCode.OVERLAP:

@@ -169,11 +169,11 @@ def _obstacle(nvml: Any, first: Any, second: Any) -> str | None:
     return None
 
 
-def refusal(gpus: Sequence[Gpu], links: dict[tuple[int, int], Link], *, shared_gpu_allowed: bool) -> str | None:
+def refusal(gpus: Sequence[Gpu], links: dict[tuple[int, int], Link], *, ranks_per_gpu: int = 1) -> str | None:
     """Why these ranks can't exchange tokens through each other's memory, or None.
 
-    gpus: each rank's, in rank order. links: those known, by pair of ranks. shared_gpu_allowed: for tests, which may
-    have one GPU; the ranks' kernels then wait for each other on the same SMs, which only small grids survive.
+    gpus: each rank's, in rank order. links: those known, by pair of ranks. ranks_per_gpu: how many may share a GPU,
+    more than one in tests alone.
     """
     for rank, gpu in enumerate(gpus):
         if gpu.host != gpus[0].host:
@@ -181,9 +181,10 @@ def refusal(gpus: Sequence[Gpu], links: dict[tuple[int, int], Link], *, shared_g
         if gpu.is_mig and len(gpus) > 1:
             return f"rank {rank} runs on a MIG instance ({gpu}), which has no peer access"
     for rank, gpu in enumerate(gpus):
+        sharers = [other for other in range(rank) if gpus[other].uuid == gpu.uuid]
+        if len(sharers) >= ranks_per_gpu:
+            return f"ranks {', '.join(map(str, sharers))} and {rank} share one GPU ({gpu}); give each rank its own"
         for other in range(rank):
-            if gpus[other].uuid == gpu.uuid and not shared_gpu_allowed:
-                return f"ranks {other} and {rank} share one GPU ({gpu}); give each rank its own"
             link = links.get((other, rank)) or links.get((rank, other))
             if link is not None and link.obstacle is not None:
                 return f"ranks {other} and {rank} ({gpus[other]}, {gpu}) have no peer access: {link.obstacle}"
@@ -210,7 +211,7 @@ def survey(group: WalkGroup, device: torch.device) -> Topology:
 
     def judge() -> None:
         pairs = {(group.rank, peer): link for peer, link in enumerate(links)}
-        reason = refusal(gpus, pairs, shared_gpu_allowed=settings().test_shared_gpu)
+        reason = refusal(gpus, pairs, ranks_per_gpu=settings().test_ranks_per_gpu)
         if reason is not None:
             raise PlanUnavailableError(reason)
 

@@ -26,7 +26,7 @@ def _live(case: Case) -> list[Note]:
 def cases() -> list[Case]:
     found = [*common_cases(SETTING, SLOW_START_S), *gpu_cases()]
     # NCCL sets itself up for seconds, and a held walk needs a build of its own.
-    slow = ("NCCL", "corrupted result", "garbage", "corrupted poison")
+    slow = ("NCCL", "corrupted result", "garbage", "corrupted poison", "withholds")
     return [case for case in found if case.fault not in LOSES_A_RANK and not case.fault.startswith(slow)]
 
 

@@ -1,4 +1,4 @@
-"""Walks in CUDA graphs: one kernel and nothing else, fresh noise, any mix of graphs and eager calls, any stream."""
+"""Walks in CUDA graphs: their kernels and nothing else, fresh noise, any mix of graphs and eager calls, any stream."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool
-from walk_lab import MAX_BATCH, PLANS, QWEN3, SMALL, WORLDS, Lab, assert_same, definition, here, lab
+from rank_pool import RankPool, outcome
+from walk_lab import MAX_BATCH, QWEN3, SMALL, WORLDS, Lab, assert_same, definition, here, lab, plans_of
 
 from tp_walk import Noise, WalkOutput
+from tp_walk.errors import WalkOverlap
 from tp_walk.peer_memory import cuda_call
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -42,22 +43,31 @@ def node_types(graph: torch.cuda.CUDAGraph) -> Counter[str]:
 
 
 def _nodes(world: int) -> None:
+    """Whole rows for those who walk them alone are brought by a kernel of its own; int8_split always has one before."""
     here_is = lab("exact", SMALL, world)
-    for plan, batch, sampled, logits in itertools.product(PLANS, (1, 8, 64), (False, True), ("none", "local")):
-        if (plan, logits, world) != ("int8", "local", 2):  # a GPU that walks all of W2 copies its columns afterwards
-            graph = _graph_with_everything(here_is, plan, batch, sampled, logits)
-            assert node_types(graph) == {"Kernel": 1}, (plan, batch, sampled, logits)
+    for plan, layout, batch, sampled, logits in itertools.product(
+        plans_of(world), ("full", "sharded"), (1, 8, 64), (False, True), ("none", "local", "full")
+    ):
+        if plan == "int8_split" and logits != "none":
+            continue  # rows of logits are collected afterwards
+        if plan == "int8" and logits == "local" and world > 1:
+            continue  # a GPU that walks all of W2 copies its columns afterwards
+        graph = _graph_with_everything(here_is, plan, layout, batch, sampled, logits)
+        count = 2 if plan == "int8_split" or (plan == "int8" and layout == "sharded" and world > 1) else 1
+        assert node_types(graph) == {"Kernel": count}, (plan, layout, batch, sampled, logits)
     here_is.runtime.check()
 
 
-def _graph_with_everything(here_is: Lab, plan: str, batch: int, sampled: bool, logits: Any) -> torch.cuda.CUDAGraph:
+def _graph_with_everything(
+    here_is: Lab, plan: str, layout: str, batch: int, sampled: bool, logits: Any
+) -> torch.cuda.CUDAGraph:
     """A walk into the caller's buffers, with all that the device reads: num_valid, temperatures, a noise offset."""
     given, runtime, device = here_is.inputs, here_is.runtime, here_is.device
     offset, valid = torch.zeros(1, dtype=torch.int64, device=device), torch.ones((), dtype=torch.int32, device=device)
     tokens = torch.zeros(batch, 7, dtype=torch.int64, device=device)
-    out = WalkOutput(tokens, runtime.logits_buffer(batch, 7, "local") if logits == "local" else None)
+    out = WalkOutput(tokens, None if logits == "none" else runtime.logits_buffer(batch, 7, logits))
     arguments = (
-        given.base[:batch, :7],
+        here_is.laid_out(given.base[:batch, :7], layout),
         given.anchors[:batch],
         given.temperatures[:batch] if sampled else None,
         Noise(5, offset) if sampled else None,
@@ -66,7 +76,7 @@ def _graph_with_everything(here_is: Lab, plan: str, batch: int, sampled: bool, l
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_captured_walk_is_one_kernel(ranks: RankPool, world: int) -> None:
+def test_a_captured_walk_is_its_kernels(ranks: RankPool, world: int) -> None:
     ranks(_nodes, world)
 
 
@@ -91,7 +101,8 @@ def _other_nodes() -> Counter[str]:
 class Captured:
     """A walk in a graph, with buffers of its own; sampled rows draw with a device-side offset."""
 
-    def __init__(self, here_is: Lab, batch: int, gamma: int, plan: str, sampled: bool) -> None:
+    def __init__(self, here_is: Lab, batch: int, gamma: int, plan: str, sampled: bool, layout: str = "full") -> None:
+        self.base = here_is.laid_out(here_is.inputs.base[:batch, :gamma], layout)
         self.lab, self.batch, self.gamma, self.plan, self.sampled = here_is, batch, gamma, plan, sampled
         given, device = here_is.inputs, here_is.device
         self.anchors = given.anchors[:batch].clone()
@@ -102,8 +113,8 @@ class Captured:
 
     def _walk(self) -> None:
         noise = Noise(5, self.offset) if self.sampled else None
-        base, out = self.lab.inputs.base[: self.batch, : self.gamma], WalkOutput(self.tokens)
-        self.lab.runtime.walk(base, self.anchors, self.temperatures, noise, self.plan, out=out)
+        out = WalkOutput(self.tokens)
+        self.lab.runtime.walk(self.base, self.anchors, self.temperatures, noise, self.plan, out=out)
 
     def replay(self, anchors: torch.Tensor, offset: int) -> None:
         """From other anchors; checked by `right`."""
@@ -123,8 +134,9 @@ def _mixes(vocab_size: int, world: int, walks: int) -> None:
     here_is = lab("exact", vocab_size, world)
     sizes = [(1, 7), (5, 16), (8, 1), (33, 3), (64, 7)]
     graphs = [
-        Captured(here_is, batch, gamma, plan, sampled)
-        for plan in PLANS
+        Captured(here_is, batch, gamma, plan, sampled, layout)
+        for plan in plans_of(world)
+        for layout in ("full", "sharded")
         for number, (batch, gamma) in enumerate(sizes)
         for sampled in [number % 2 == 0]
     ]
@@ -137,8 +149,7 @@ def _mixes(vocab_size: int, world: int, walks: int) -> None:
             tokens = graph.tokens
         else:
             noise = Noise(5, offset) if graph.sampled else None
-            base = here_is.inputs.base[: graph.batch, : graph.gamma]
-            arguments = base, anchors[: graph.batch], graph.temperatures, noise, graph.plan
+            arguments = graph.base, anchors[: graph.batch], graph.temperatures, noise, graph.plan
             tokens = here_is.runtime.walk(*arguments).tokens
         assert_same(tokens, graph.right(anchors, offset), (walk, graph.plan, graph.batch, graph.gamma))
         here_is.runtime.check()
@@ -198,9 +209,10 @@ def _leaves_inert_rows(world: int) -> None:
     given, device, batch, gamma = here_is.inputs, here_is.device, 9, 5
     valid = torch.zeros((), dtype=torch.int32, device=device)
     flagged = here_is.runtime.stats()["clamped_anchors"]
-    for plan in PLANS:
-        for logits in ("local", "full"):
+    for plan in plans_of(world):
+        for logits, layout in itertools.product(("local", "full"), ("full", "sharded")):
             whole = here_is.walk(batch, gamma, plan, sampled=True, logits=logits)
+            base = here_is.laid_out(given.base[:batch, :gamma], layout)
             assert whole.logits is not None
             for count in (0, 1, 4, 8, 9, 10, -3):
                 live = min(max(count, 0), batch)
@@ -209,7 +221,7 @@ def _leaves_inert_rows(world: int) -> None:
                 offsets = torch.zeros(batch, dtype=torch.int64, device=device)
                 out = WalkOutput(torch.full_like(whole.tokens, -7), torch.full_like(whole.logits, 5.0))
                 here_is.runtime.walk(
-                    given.base[:batch, :gamma],
+                    base,
                     anchors,
                     given.temperatures[:batch],
                     Noise(5, offsets),
@@ -236,7 +248,7 @@ def _clamps(world: int) -> dict[str, tuple[int, int]]:
     _, _, device = here()
     here_is = lab("exact", SMALL, world)
     flagged = {}
-    for plan in PLANS:
+    for plan in plans_of(world):
         graph = Captured(here_is, 5, 3, plan, False)
         wild = torch.tensor([7, -3, SMALL - 1, 1 << 40, 9], device=device)
         tame = torch.tensor([7, 0, SMALL - 1, SMALL - 1, 9], device=device)
@@ -254,7 +266,7 @@ def _clamps(world: int) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_anchors_out_of_range_are_clamped_and_flagged(ranks: RankPool, world: int) -> None:
     for flagged in ranks(_clamps, world):
-        assert flagged.keys() == set(PLANS)
+        assert flagged.keys() == set(plans_of(world))
         for block, row in flagged.values():
             assert block > 0
             assert row in (1, 3)
@@ -283,3 +295,34 @@ def _walks_on_many_streams(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_walks_on_several_streams_wait_for_each_other(ranks: RankPool, world: int) -> None:
     ranks(_walks_on_many_streams, world)
+
+
+def _two_graphs_at_once() -> None:
+    """So few CTAs that both graphs' kernels find room at once. Nothing orders graphs on two streams, so one is refused;
+    either's tokens are right or its anchors.
+    """
+    here_is = lab("exact", 500, 1)
+    anchors = here_is.inputs.anchors
+    graphs = [Captured(here_is, 64, 16, "tp_bf16", False) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    error = None
+    for _ in range(100):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay(anchors, 0)
+        torch.cuda.synchronize()
+        if error := outcome(here_is.runtime.check):
+            break
+    assert isinstance(error, WalkOverlap), f"100 pairs of replays at once, and no overlap: {error!r}"
+    right, anchored = graphs[0].right(anchors, 0), anchors[:, None].expand(-1, 16)
+    for graph in graphs:
+        assert torch.equal(graph.tokens, right) or torch.equal(graph.tokens, anchored)
+    here_is.runtime.reset()
+    for graph in graphs:
+        graph.replay(anchors, 0)
+        assert_same(graph.tokens, right, "one after another, after the reset")
+    here_is.runtime.check()
+
+
+def test_two_graphs_at_once_are_an_overlap(ranks: RankPool) -> None:
+    ranks(_two_graphs_at_once)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from walk_lab import SMALL
 
-from tp_walk import jit
-from tp_walk.errors import KernelError
+from tp_walk import jit, kernels
+from tp_walk.errors import KernelError, PlanUnavailableError
+from tp_walk.launches import Launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -78,3 +80,44 @@ def test_the_driver_counts_registers_as_the_cubin_does(fill: jit.CompiledKernel)
     ):
         status, value = driver.cuFuncGetAttribute(name, function)
         assert (status, value) == (driver.CUresult.CUDA_SUCCESS, expected)
+
+
+# ---- grids that can't be co-resident ---------------------------------------------------------------------------------
+
+
+def sms() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def crowded_walk(num_sms: int) -> Launch:
+    """A walk with ten CTAs an SM, of which there is room for one, on a GPU that is said to have `num_sms`."""
+    torch.cuda.set_device(0)
+    (one, *_) = kernels.specialisations(
+        int8=True,
+        markov_rank=256,
+        rows=SMALL,
+        world_size=1,
+        max_batch=4,
+        rounding="engine",
+        num_sms=sms(),
+        shared_limit=optin_bytes(),
+    )
+    kernel = jit.compile_kernel("walk.cu", "walk", one.macros)
+    shared_bytes = one.placement.shared_bytes
+    return Launch("walks", kernel, grid=10 * sms(), threads=kernels.THREADS, num_sms=num_sms, shared_bytes=shared_bytes)
+
+
+def test_a_grid_that_cannot_be_co_resident_is_refused_at_set_up() -> None:
+    with pytest.raises(
+        PlanUnavailableError, match=f"{10 * sms()} CTAs of walks wait for each other, .* holds only {sms()} "
+    ):
+        crowded_walk(sms())
+
+
+def test_its_launch_is_refused_too() -> None:
+    launch = crowded_walk(10 * sms())
+    params = kernels.WalkParams()
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    with pytest.raises(KernelError, match="COOPERATIVE_LAUNCH_TOO_LARGE"):
+        launch(ctypes.addressof(arguments), torch.cuda.current_stream().cuda_stream)
+    assert torch.ones(3, device="cuda").sum().item() == 3.0, "the context lives on"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from agreement import check_problem
 from oracle import make_problem
 from rank_pool import RankPool
-from walk_lab import PLANS, PLANS_AND_WORLDS, QWEN3, SMALL, WORLDS, assert_same, definition, generator_of, here, lab
+from walk_lab import PLANS_AND_WORLDS, QWEN3, SMALL, WORLDS, assert_same, definition, generator_of, here, lab, plans_of
 
 from tp_walk import MarkovHead, Noise, WalkOutput, WalkRuntime
 from tp_walk.noise import gumbel, random_bits
@@ -44,8 +44,7 @@ def _agrees_with_the_oracle(plan: str, world: int) -> int:
     return len(seeds)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("plan", "world"), PLANS_AND_WORLDS)
 def test_random_problems_agree_with_the_oracle(ranks: RankPool, world: int, plan: str) -> None:
     assert sum(ranks(_agrees_with_the_oracle, plan, world)) >= 12
 
@@ -55,7 +54,7 @@ def _draws_by_key_and_offset(world: int) -> None:
     given, device = here_is.inputs, here_is.device
     batch, gamma = 9, 5
     keys = torch.arange(batch, device=device) * 0x1234_5678_9ABC - 5
-    for plan in PLANS:
+    for plan in plans_of(world):
         for noise in (
             Noise(3, (1 << 32) + 7),
             Noise(0xFEDC_BA98_7654_3210, (1 << 63) + 1),
@@ -94,11 +93,11 @@ def _draws_among_equals(world: int) -> None:
     weights = MarkovHead(zeros, zeros)
     with (
         WalkRuntime(weights, device=device, plans=["reference"]) as alone,
-        WalkRuntime(weights, group=group, device=device, plans=list(PLANS)) as runtime,
+        WalkRuntime(weights, group=group, device=device, plans=plans_of(world)) as runtime,
     ):
         for offset in range(6):
             right = alone.walk(base, anchors, temperatures, Noise(4, offset), "reference").tokens
-            for plan in PLANS:  # without a bias they are the same walk
+            for plan in plans_of(world):  # without a bias they are the same walk
                 got = runtime.walk(base, anchors, temperatures, Noise(4, offset), plan).tokens
                 assert_same(got, right, (plan, offset))
 
@@ -129,9 +128,8 @@ def _rederives(vocab_size: int, world: int, plan: str) -> None:
         assert_same(out.tokens[:, step], score.argmax(dim=1), (plan, step))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "world"), PLANS_AND_WORLDS)
 @pytest.mark.parametrize("vocab_size", [SMALL, QWEN3])
-@pytest.mark.parametrize("world", WORLDS)
 def test_tokens_follow_from_logits_and_noise(ranks: RankPool, world: int, vocab_size: int, plan: str) -> None:
     ranks(_rederives, vocab_size, world, plan)
 
@@ -140,7 +138,7 @@ def _writes_only_sampled_rows(world: int) -> None:
     here_is = lab("exact", SMALL, world)
     batch, gamma = 9, 5
     sampled = here_is.inputs.temperatures[:batch] > 0
-    for plan in PLANS:
+    for plan in plans_of(world):
         for mode in ("local", "full"):
             whole = here_is.walk(batch, gamma, plan, sampled=True, logits=mode)
             untouched = here_is.runtime.logits_buffer(batch, gamma, mode).fill_(5.0)

@@ -28,9 +28,17 @@ TEMPERATURES = (0.0, 1.0, 0.7, -1.0, float("nan"), 1.3, 1e-7, 30.0, 0.05)
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 WORLDS = [1, pytest.param(2, marks=two_gpus)]
+# Of a GPU alone. Only several ranks can split the batch.
 PLANS = ("tp_bf16", "int8")
-# Where W2 is split, int8 is the walk of one GPU on each.
-PLANS_AND_WORLDS = [("tp_bf16", 1), ("int8", 1), pytest.param("tp_bf16", 2, marks=two_gpus)]
+SPLIT_PLANS = (*PLANS, "int8_split")
+PLANS_AND_WORLDS = [
+    *((plan, 1) for plan in PLANS),
+    *(pytest.param(plan, 2, marks=two_gpus) for plan in SPLIT_PLANS),
+]
+
+
+def plans_of(world: int) -> tuple[str, ...]:
+    return PLANS if world == 1 else SPLIT_PLANS
 
 
 class Shape(NamedTuple):
@@ -99,7 +107,7 @@ def lab(weights: Weights, vocab_size: int, world: int) -> Lab:
 
 
 class Lab:
-    """A runtime of all ranks together, or (world 1) of this rank alone, which holds both kernel plans."""
+    """A runtime of all ranks together, or (world 1) of this rank alone, which holds all kernel plans."""
 
     def __init__(self, weights: Weights, vocab_size: int, world: int) -> None:
         self.weights, self.vocab_size = weights, vocab_size
@@ -111,7 +119,7 @@ class Lab:
             MAX_GAMMA,
             group=dist.group.WORLD if world > 1 else None,
             device=self.device,
-            plans=["tp_bf16", "int8"],
+            plans=plans_of(world),
             deadline=DEADLINE,
         )
 

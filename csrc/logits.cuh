@@ -1,0 +1,107 @@
+// Logits as output: this rank's columns go to this rank's memory or, with logits "full", to every rank's while the walk goes
+// on. They are in shared memory already, in place of the base logits that they were made from.
+//
+// Where all rows lie on 16-byte pieces, one warp starts bulk copies, which need no registers and move whole lines over NVLink;
+// else all service warps copy element by element. mailbox.cuh has the argument for the writes into peers' memory.
+#pragma once
+
+#include "cta.cuh"
+#include "exchange.cuh"
+
+namespace tpw {
+
+struct LogitsOutput {
+    const WalkParams& p;
+    const Smem& s;
+    const Cta& cta;
+    const Passes& passes;
+    const WalkExchange& exchange;
+
+    static constexpr int kTargets = kPeerLogits ? TPW_WORLD_SIZE : 1;
+
+    // This warp starts the bulk copies, as it brings in the next base logits in the same places.
+    __device__ __forceinline__ bool sends() const { return cta.warp == kServiceWarps - 1; }
+
+    // Once the pass is multiplied.
+    __device__ __forceinline__ void start(const Pass& pass) const {
+        if (!sends() || !in_pieces()) return;
+        fence_before_bulk_copies();
+        if (cta.lane < pass.requests && cta.rows > 0 && is_wanted(pass.first_row + cta.lane))
+#pragma unroll 1  // the service warps have no registers to spare
+            for (int i = 0; i < kTargets; ++i)
+                bulk_store(target(i, pass, cta.lane), staged_base(p, s, cta, pass, cta.lane), cta.rows * sizeof(Logit));
+        end_bulk_group();
+    }
+
+    // By all service warps, before the barrier after which the pass's buffer is filled again.
+    __device__ __forceinline__ void copy(const Pass& pass) const {
+        if (!p.logits[0] || in_pieces()) return;
+        for (int request = 0; request < pass.requests; ++request) {
+            if (!is_wanted(pass.first_row + request)) continue;
+            const Logit* staged = reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request));
+#pragma unroll 1
+            for (int i = 0; i < kTargets; ++i) {
+                Logit* out = target(i, pass, request);
+#pragma unroll 2
+                for (int row = cta.warp * kWarpSize + cta.lane; row < cta.rows; row += kServiceThreads) out[row] = staged[row];
+            }
+        }
+    }
+
+    // By all service warps, at the end: a copy must not outlive its CTA, whose shared memory it reads.
+    __device__ __forceinline__ void finish() const {
+        if (sends()) await_bulk_stores();
+    }
+
+    // After `finish` of all service warps and a barrier: tells every rank that it has this CTA's columns.
+    __device__ __forceinline__ void announce() const {
+        if (!sends() || passes.count == 0) return;
+        fence_system();
+        if (cta.lane < TPW_WORLD_SIZE)
+            store_word<Scope::sys>(columns_word(p.mailboxes[cta.lane], p.rank, cta.index), 0, logits_tag(exchange.block));
+    }
+
+    // By all service warps of CTA 0: waits until this rank's memory has the columns of all ranks. All have as many CTAs.
+    __device__ __forceinline__ bool arrived() const {
+        if (passes.count == 0) return true;
+        const u64 tag = logits_tag(exchange.block);
+        for (int source = cta.warp; source < TPW_WORLD_SIZE; source += kServiceWarps) {
+            if (source == p.rank) continue;  // the end of the kernel waits for these
+            const char* words = columns_word(exchange.mailbox(), source, cta.lane);
+            for (u32 polls = 1;; ++polls) {
+                Word seen[kSlotsPerLane];
+#pragma unroll
+                for (int i = 0; i < kSlotsPerLane; ++i) seen[i] = load_word<Scope::sys>(words + i * kWarpSize * TPW_WORD_BYTES);
+                u64 missing = tag;
+#pragma unroll
+                for (int i = 0; i < kSlotsPerLane; ++i)
+                    if (i * kWarpSize + cta.lane < cta.count && seen[i].tag != tag) missing = seen[i].tag;
+                if (__all_sync(kFullWarp, missing == tag)) break;
+                if (polls % POLLS_PER_LOOK == 0 && exchange.gives_up(missing != tag, {TPW_WAIT_LOGITS, u32(source), 0, 0}, tag, missing)) return false;
+            }
+        }
+        fence_system();
+        return true;
+    }
+
+  private:
+    // Whole 16-byte pieces on both sides, whatever the row and step. (All ranks' memory lies alike.)
+    __device__ __forceinline__ bool in_pieces() const {
+        static_assert(!kLogits || sizeof(Logit) == sizeof(BaseLogit), "rows of both start at the same multiples of 16 bytes");
+        const int64_t elements = p.base_stride_row | p.base_stride_step | p.logits_stride_row | p.logits_stride_step | cta.rows;
+        const uint64_t bytes = reinterpret_cast<uint64_t>(p.base_logits) | reinterpret_cast<uint64_t>(p.logits[0]) | elements * sizeof(Logit);
+        return p.logits[0] && bytes % 16 == 0;
+    }
+
+    __device__ __forceinline__ bool is_wanted(int row) const {
+        return !p.logits_sampled_rows_only || (kSampled && s.rows[row].temperature > 0.0f);
+    }
+
+    // Where the CTA's first column of a request goes. Each rank begins with another, so that they don't all write to the same.
+    __device__ __forceinline__ Logit* target(int i, const Pass& pass, int request) const {
+        void* start = p.logits[kPeerLogits ? (p.rank + i) % TPW_WORLD_SIZE : 0];
+        return static_cast<Logit*>(start) + (pass.first_row + request) * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
+    }
+};
+
+}  // namespace tpw

@@ -28,7 +28,6 @@ from tp_walk.shard import Shard, check_shards, shard_bounds
 from tp_walk.watcher import Watcher
 
 _NOT_BUILT = "this version of tp_walk doesn't have it yet"
-
 _handles = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, WalkRuntime] = weakref.WeakValueDictionary()
 
@@ -264,14 +263,13 @@ class WalkRuntime:
         replays run no Python and don't); "memory_bytes" by plan held; "not_held", the other plans with the reason;
         "clamped_anchors", by plan the (block, row) of the last anchor out of range, which a kernel clamps; "counts", by
         plan what it counts itself, graph replays too: reading that waits for the device."""
-        clamped = {name: executor.clamped_anchor() for name, executor in self._executors.items()}
         return {
             "walks": dict(self._walks),
             "requests": self._requests,
             "tokens": self._drafted,
-            "memory_bytes": {name: executor.memory_bytes() for name, executor in self._executors.items()},
-            "counts": {name: counts for name, executor in self._executors.items() if (counts := executor.counts())},
-            "clamped_anchors": {name: place for name, place in clamped.items() if place is not None},
+            "memory_bytes": {name: one.memory_bytes() for name, one in self._executors.items()},
+            "counts": {name: counts for name, one in self._executors.items() if (counts := one.counts())},
+            "clamped_anchors": {name: at for name, one in self._executors.items() if (at := one.clamped_anchor())},
             "not_held": {name: self._why_not_held(name) for name in PLAN_NAMES if name not in self._executors},
         }
 

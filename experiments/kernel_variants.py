@@ -28,8 +28,8 @@ class Edit:
 
 # A host can hold the walk of its rank in a step: these words of the rank's own line, which the exchange leaves alone,
 # hold the step + 1, until when, in ns after the launch's own deadline (a negative number: before it), and either 0, so
-# that all CTAs stand still before they contribute, or the row + 1 whose result alone is withheld. (The result of a single
-# row on two ranks is all CTAs' posts.)
+# that all CTAs stand still before they contribute, or the row + 1 whose result alone is withheld. (The result of a
+# single row on two ranks is all CTAs' posts.)
 STALL_STEP_OFFSET, STALL_UNTIL_OFFSET, STALL_ROW_OFFSET = 64, 72, 80
 
 _CONTRIBUTE = r"void contribute\([^)]*\) const \{\n"

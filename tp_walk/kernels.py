@@ -32,6 +32,7 @@ from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
 LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
+MAX_VOCAB_SIZE = 1 << 20  # ids that csrc/candidate.cuh has bits for
 THREADS = (MULTIPLY_WARPS + SERVICE_WARPS) * WARP_SIZE
 
 _P, _I64, _U64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64, ctypes.c_int32

@@ -22,7 +22,7 @@ from fault_cases import Case, Expected
 from fault_scene import BATCH, FIRST_ANCHOR, GAMMA, VICTIM, GivenWalk, Note, Scene, Setting, alone_of, head_of
 
 from tp_walk import Deadline, WalkRuntime
-from tp_walk.mailbox import WORD_BYTES, MailboxLayout, header_tag, make_key, step_tag
+from tp_walk.mailbox import POST_COPIES, POST_WORLD_SIZE, WORD_BYTES, MailboxLayout, header_tag, make_key, step_tag
 from tp_walk.peer_memory import cuda_call, cuda_runtime
 from tp_walk.peers import FIRST_BLOCK, PeerMailboxes
 
@@ -33,8 +33,9 @@ FULL_GRID = replace(SETTING, vocab_size=151_936, max_batch=8)
 SMALL_GRID = replace(SETTING, vocab_size=512)
 
 SECOND_BLOCK = FIRST_BLOCK + 1
-# A batch that one pass multiplies in narrow columns, one in whole ones, and one that takes four passes a step.
-BATCHES = (BATCH, 6, 64)
+# A single request, which two ranks agree on by posts; a batch that one pass multiplies in narrow columns, one in whole
+# ones, and one that takes four passes a step.
+BATCHES = (1, BATCH, 6, 64)
 MANY = BATCHES[-1]
 WITHHELD_ROW = 21  # of MANY: in the second of a step's passes, so that others are in flight on both sides
 _FORGED = make_key(1e30, 7)
@@ -225,6 +226,17 @@ def forge_results(mailbox: Mailbox, step: int, previous: list[list[int]]) -> Non
         mailbox.store_word(place, _FORGED, step_tag(SECOND_BLOCK, step, tokens[step]))
 
 
+def forge_posts(mailbox: Mailbox, step: int, previous: list[list[int]]) -> None:
+    """The result of a single request: on two ranks all posts of the victim, else as it is of several."""
+    layout = mailbox.layout
+    if layout.world_size > POST_WORLD_SIZE:
+        forge_results(mailbox, step, previous)
+        return
+    word = struct.pack("<QQ", _FORGED, step_tag(SECOND_BLOCK, step, previous[0][step]))
+    for copy in range(POST_COPIES):
+        mailbox.write(layout.post_word(SECOND_BLOCK, step, copy, VICTIM, 0), word * layout.num_ctas)
+
+
 def forge_garbage(mailbox: Mailbox, step: int, previous: list[list[int]]) -> None:
     """The victim's results, ahead of the true ones: garbage."""
     for row in range(len(previous)):
@@ -387,10 +399,12 @@ def forged_cases() -> Iterator[Case]:
     last_tokens = replace(mismatch, says="different last_tokens", next_block=True)
     # The others drain without a word to rank 1, which then waits for them.
     corrupt = Expected(("WalkMismatch",), "poison word is corrupt", steady_s)
-    few, many = BATCHES[1:]
+    one, _, few, many = BATCHES
     for fault, step, batch, forge, expected in (
+        ("corrupted results", middle, one, forge_posts, tokens),
         ("corrupted results", middle, few, forge_results, tokens),
         ("corrupted results", middle, many, forge_results, tokens),
+        ("corrupted results", last, one, forge_posts, last_tokens),
         ("corrupted results", last, few, forge_results, last_tokens),
         ("corrupted results", last, many, forge_results, last_tokens),
         ("garbage for a result, then the result", middle, few, forge_garbage, Expected()),

@@ -28,17 +28,20 @@ class Edit:
 
 # A host can hold the walk of its rank in a step: these words of the rank's own line, which the exchange leaves alone,
 # hold the step + 1, until when, in ns after the launch's own deadline (a negative number: before it), and either 0, so
-# that all CTAs stand still before they contribute, or the row + 1 whose result alone is withheld.
+# that all CTAs stand still before they contribute, or the row + 1 whose result alone is withheld. (The result of a
+# single row on two ranks is all CTAs' posts.)
 STALL_STEP_OFFSET, STALL_UNTIL_OFFSET, STALL_ROW_OFFSET = 64, 72, 80
 
 _CONTRIBUTE = r"void contribute\([^)]*\) const \{\n"
-_PUBLISH = r" +if \(lane < TPW_WORLD_SIZE\) store_word<Scope::sys>\(result_word\(.*\n"
+_POST = r"void post\([^)]*\) const \{\n"
+_PUBLISH = r" +if \(lane < kAgreeingRanks\) store_word<Scope::sys>\(result_word\(.*\n"
 
 
 def _stall(row: str) -> str:
+    """`row` stands for what a host must have asked for."""
     return f"""        if (step + 1 == static_cast<int>(load_control(mailbox(), {STALL_STEP_OFFSET})) &&
             {row} == static_cast<int>(load_control(mailbox(), {STALL_ROW_OFFSET}))) {{
-            const u64 until = *expiry + load_control(mailbox(), {STALL_UNTIL_OFFSET});
+            const u64 until = expiry + load_control(mailbox(), {STALL_UNTIL_OFFSET});
             while (now_ns() < until) __nanosleep(1000);
         }}
 """
@@ -64,9 +67,11 @@ __device__ __forceinline__ void maybe_come_late() {
 _TEMPLATE = "template <Scope scope>\n__device__ __forceinline__ "
 _STORE = re.escape(_TEMPLATE + "void store_word(char* address, u64 key, u64 tag) {\n")
 _LOAD = re.escape(_TEMPLATE + "Word load_word(const char* address) {\n")
+_LOAD_IF = re.escape("__device__ __forceinline__ void load_word_if(bool wanted, const char* address, Word& word) {\n")
 _DELAYS = (
     Edit("mailbox.cuh", _STORE, _DELAY + r"\g<0>    maybe_wait();" + "\n"),
     Edit("mailbox.cuh", _LOAD, r"\g<0>    maybe_wait();" + "\n"),
+    Edit("mailbox.cuh", _LOAD_IF, r"\g<0>    maybe_wait();" + "\n"),
     Edit("walk.cu", r"void finish\(\) const \{\n", r"\g<0>        maybe_come_late();" + "\n"),
 )
 _STEP_TAG = re.escape(
@@ -80,6 +85,7 @@ VARIANTS: dict[str, tuple[Edit, ...]] = {
     "production": (),
     "stalled": (
         Edit("exchange.cuh", _CONTRIBUTE, r"\g<0>" + _stall("0")),
+        Edit("exchange.cuh", _POST, r"\g<0>" + _stall("0") + _stall("1")),
         Edit("exchange.cuh", _PUBLISH, _stall("row + 1") + r"\g<0>"),
     ),
     "delays": _DELAYS,

@@ -1,6 +1,7 @@
 """The exchange of csrc/exchange.cuh on the CPU: ranks are processes, their mailboxes one shared segment.
 
-Layout, tags, headers, deadlines, poison and status are the package's own. A rank's CTAs are generators that its process
+Layout, tags, headers, deadlines, poison and status are the package's own. As on the GPU, a single row on up to
+POST_WORLD_SIZE ranks is agreed on by posts, others by their aggregators. A rank's CTAs are generators that its process
 advances in random order, one poll at a time. What they exchange comes from a made-up score, so that tests can compute
 the right tokens without any exchange. Faults are injected at named places.
 """
@@ -24,6 +25,8 @@ from tp_walk.mailbox import (
     CHAIN_BITS,
     HEADER_WORDS,
     PHASE_BITS,
+    POST_COPIES,
+    POST_WORLD_SIZE,
     MailboxLayout,
     header_tag,
     key_token,
@@ -88,7 +91,8 @@ class Reset:
 class Fault:
     """Rank `rank` does `action` at `place` of its `launch`-th launch (from 0), in step `step` where a step has one.
 
-    place: "launch", "slot" (CTA 0 is about to store its first), "publish" (a result is about to be stored), "end".
+    place: "launch", "slot" (CTA 0 is about to store its first), "publish" (a result, or CTA 0's post, is about to be
+    stored), "end".
     """
 
     rank: int
@@ -193,6 +197,7 @@ class Walker:
     expiry: float = 0.0
     launches: int = 0
     tokens: list[list[int]] = field(default_factory=list)
+    posts: bool = False  # this launch
     skewed: tuple[int, int] | None = None  # (destination, key): what a corrupted publication sends there
 
     @property
@@ -205,6 +210,7 @@ class Walker:
         self.block = self.segment.load(self.rank, self.layout.block_offset)
         first = self.block == self.segment.load(self.rank, self.layout.first_block_offset)
         self.expiry = time.monotonic() + (self.startup_s if first else self.steady_s)
+        self.posts = launch.valid == 1 and self.layout.world_size <= POST_WORLD_SIZE
         running = [self._cta(cta, launch) for cta in range(self.layout.num_ctas)]
         while running:
             self.rng.shuffle(running)
@@ -246,16 +252,21 @@ class Walker:
             for row in rows:
                 if cta == 0 and row == 0:
                     self._inject("slot", step)
-                slot = self.layout.slot_word(row, cta)
-                self.segment.store_word(self.rank, slot, self._best(cta, step, row, previous[row]), tags[row])
-                yield
-            for row in rows:
+                key = self._best(cta, step, row, previous[row])
+                if self.posts:
+                    yield from self._post(cta, step, key, tags[row])
+                else:
+                    self.segment.store_word(self.rank, self.layout.slot_word(row, cta), key, tags[row])
+                    yield
+            for row in () if self.posts else rows:
                 if self.layout.aggregator(row) == cta and not (yield from self._aggregate(step, row, tags[row])):
                     return None
             if cta and step + 1 == launch.gamma:
                 break  # CTA 0 alone waits for the last results
             for row in rows:
-                key = yield from self._receive(step, row, tags[row])
+                key = yield from (
+                    self._collect(cta, step, tags[row]) if self.posts else self._receive(step, row, tags[row])
+                )
                 if key is None:
                     return None
                 tokens[row][step] = previous[row] = key_token(key)
@@ -281,7 +292,7 @@ class Walker:
                     place = self.layout.header_word(self.block, self.rank, word)
                     self.segment.store_word(destination, place, own[word], tag)
                 yield
-        if cta and cta >= launch.valid:
+        if cta and cta >= launch.valid and not self.posts:
             return True
         for source in range(self.layout.world_size):
             for word in range(HEADER_WORDS):
@@ -305,12 +316,40 @@ class Walker:
             best = max(best, key)
         self._inject("publish", step)
         for destination in range(self.layout.world_size):
-            corrupted = self.skewed is not None and self.skewed[0] == destination
-            key = self.skewed[1] if self.skewed is not None and corrupted else best
-            self.segment.store_word(destination, self.layout.result_word(self.block, step, row, self.rank), key, tag)
+            place = self.layout.result_word(self.block, step, row, self.rank)
+            self.segment.store_word(destination, place, self._skewed(destination, best), tag)
             yield
         self.skewed = None
         return True
+
+    def _skewed(self, destination: int, key: int) -> int:
+        return key if self.skewed is None or self.skewed[0] != destination else self.skewed[1]
+
+    def _post(self, cta: int, step: int, key: int, tag: int) -> Steps:
+        """Of row 0, to all ranks."""
+        if cta == 0:
+            self._inject("publish", step)
+        for destination in range(self.layout.world_size):
+            for copy in range(POST_COPIES):
+                place = self.layout.post_word(self.block, step, copy, self.rank, cta)
+                sent = self._skewed(destination, key) if cta == 0 else key
+                self.segment.store_word(destination, place, sent, tag)
+            yield
+        if cta == 0:
+            self.skewed = None
+
+    def _collect(self, cta: int, step: int, tag: int) -> Steps:
+        """The best of all CTAs of all ranks, from this CTA's copy of their posts."""
+        best = 0
+        for source in range(self.layout.world_size):
+            site = WalkStatus(wait=Wait.RESULT, source=source, step=step)
+            for writer in range(self.layout.num_ctas):
+                place = self.layout.post_word(self.block, step, cta % POST_COPIES, source, writer)
+                key = yield from self._await(place, tag, site)
+                if key is None:
+                    return None
+                best = max(best, key)
+        return best
 
     def _receive(self, step: int, row: int, tag: int) -> Steps:
         best = 0

@@ -41,13 +41,18 @@ class SendWrongKey:
 
 @dataclass(frozen=True)
 class LoseResult:
-    """The result of row 0 that `source` has sent for this step is overwritten with garbage before CTA 0 has seen it."""
+    """The result of row 0 that `source` has sent for this step, or its CTA 0's post, is overwritten with garbage before
+    CTA 0 has seen it.
+    """
 
     source: int
     step: int
 
     def __call__(self, walker: Walker) -> None:
-        place = walker.layout.result_word(walker.block, self.step, 0, self.source)
+        layout = walker.layout
+        place = layout.result_word(walker.block, self.step, 0, self.source)
+        if walker.posts:
+            place = layout.post_word(walker.block, self.step, 0, self.source, 0)
         phase = (1 << PHASE_BITS) - 1
         while walker.segment.load_word(walker.rank, place)[1] & phase != self.step + 1:
             time.sleep(0.001)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
+from host_build import build, needs_compiler
 
-from tp_walk import jit
 from tp_walk.kernels import WalkParams
 from tp_walk.spread import SpreadParams, spread_macros, step_stride
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a host compiler")
+pytestmark = needs_compiler
 
 UNTOUCHED = 0xEE
 
@@ -34,15 +32,10 @@ extern "C" void copy(const tpw::WalkParams* p, const tpw::SpreadParams* spread, 
 @pytest.fixture(scope="module", params=[2, 4], ids=["bf16", "fp32"])
 def element(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[np.dtype, ctypes.CDLL]:
     """The elements' dtype, and the copy of them. A misaligned access ends the process."""
-    folder = tmp_path_factory.mktemp("copy_rows")
-    (folder / "harness.cpp").write_text(HARNESS)
     macros = spread_macros(2, 64, base_fp32=request.param == 4)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    options += ["-D__device__=", "-D__forceinline__=inline", f"-I{jit.csrc_dir()}"]
-    options += [f"-D{name}={value}" for name, value in macros.items()]
-    library = folder / "copy_rows.so"
-    subprocess.run(["g++", *options, str(folder / "harness.cpp"), "-o", str(library)], check=True)
-    return np.dtype(f"u{request.param}"), ctypes.CDLL(str(library))
+    options = ["-O1", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    library = build(tmp_path_factory.mktemp("copy_rows"), HARNESS, macros, options)
+    return np.dtype(f"u{request.param}"), library
 
 
 def aligned(num_bytes: int, shift: int = 0) -> np.ndarray:

@@ -17,6 +17,7 @@ from tp_walk.executors import KernelExecutor
 from tp_walk.group import WalkGroup
 from tp_walk.int8_executors import Int8Executor, Int8SplitExecutor
 from tp_walk.kernels import WalkParams
+from tp_walk.peer_logits import RankBuffers
 from tp_walk.plan import WalkInputs
 from tp_walk.shard import Shard, shard_bounds
 from tp_walk.spread import Spread, SpreadParams, buffer_bytes, step_stride
@@ -75,7 +76,7 @@ def test_a_buffer_holds_whole_pieces_of_every_row(vocab_size: int) -> None:
 
 
 class _Reports(Int8SplitExecutor):
-    """Whose walk stores this rank's rows of logits that are known."""
+    """Whose walk stores this rank's rows of logits that are known, and their log-sum-exps."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         group = WalkGroup(dist.group.WORLD, torch.device("cpu"))
@@ -91,11 +92,15 @@ class _Reports(Int8SplitExecutor):
             deadline=Deadline(60.0, 60.0),
         )
 
-    def _walk(self, inputs: WalkInputs) -> None:
-        assert inputs.logits_out is not None
+    def _walk(self, inputs: WalkInputs, on_ranks: RankBuffers | None = None) -> None:
+        assert inputs.temperatures is not None
         group = self._context.group
         mine = self._whole[group.rank :: group.world_size]
-        inputs.logits_out[: len(mine)] = mine
+        if inputs.logits_out is not None:
+            inputs.logits_out[: len(mine)] = mine
+        if inputs.lse_out is not None:
+            given = inputs.temperatures[group.rank :: group.world_size, None, None]
+            inputs.lse_out[: len(mine)] = (mine / torch.where(given > 0, given.clamp_min(1e-5), 1.0)).logsumexp(-1)
 
     def check(self) -> None:
         pass
@@ -106,7 +111,8 @@ def _reports(batch: int, valid: int, logits: str) -> None:
     temperatures = torch.tensor([0.0, 0.5, 2.0, float("nan"), 1e-9])[:batch]
     executor = _Reports(whole)
     columns = whole if logits == "full" else whole[..., executor.shard.start : executor.shard.stop]
-    out, lse = torch.full_like(columns, 7.0), torch.full((batch, 3), 7.0)
+    out = torch.full_like(columns, 7.0) if logits != "none" else None
+    lse = torch.full((batch, 3), 7.0)
     inputs = WalkInputs(
         base_logits=whole,
         base_is_full=True,
@@ -124,12 +130,13 @@ def _reports(batch: int, valid: int, logits: str) -> None:
     for row in range(batch):
         temperature = float(temperatures[row])
         sampled = temperature > 0
-        assert torch.equal(out[row], columns[row] if row < valid and sampled else torch.full_like(out[row], 7.0))
+        if out is not None:
+            assert torch.equal(out[row], columns[row] if row < valid and sampled else torch.full_like(out[row], 7.0))
         right = (whole[row] / (max(temperature, 1e-5) if sampled else 1.0)).logsumexp(-1)
         torch.testing.assert_close(lse[row], right if row < valid else torch.full((3,), 7.0))
 
 
-@pytest.mark.parametrize("logits", ["local", "full"])
+@pytest.mark.parametrize("logits", ["none", "local", "full"])
 @pytest.mark.parametrize(("world", "batch", "valid"), [(2, 5, 5), (2, 1, 1), (3, 5, 4), (3, 2, 2)])
 def test_rows_come_back_in_the_batchs_order(
     rank_pool: Callable[[int], RankPool], world: int, batch: int, valid: int, logits: str

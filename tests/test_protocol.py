@@ -46,7 +46,7 @@ def assert_right(layout: MailboxLayout, launches: Sequence[Launch], outcomes: Se
 
 @pytest.mark.parametrize(
     ("world_size", "num_ctas", "max_batch", "count"),
-    [(1, 3, 4, 12), (2, 3, 4, 12), (3, 2, 3, 8), (4, 2, 3, 6), (8, 2, 2, 3)],
+    [(1, 3, 4, 12), (1, 3, 1, 12), (2, 3, 4, 12), (2, 3, 1, 16), (3, 2, 3, 8), (4, 2, 3, 6), (8, 2, 2, 3)],
 )
 def test_every_rank_walks_to_the_right_tokens(world_size: int, num_ctas: int, max_batch: int, count: int) -> None:
     layout = MailboxLayout(world_size, max_batch, num_ctas)
@@ -88,9 +88,9 @@ def test_the_same_delay_later_is_not() -> None:
 
 
 def test_a_missing_rank_is_named_though_most_ctas_wait_for_results() -> None:
-    """CTA 0 alone waits for headers; the results that the others wait for, of all ranks, tell less."""
-    layout = MailboxLayout(2, 1, 6)
-    launches = [Launch(2, (1,)), Launch(2, (2,))]
+    """The aggregators alone wait for headers; the results that the others wait for, of all ranks, tell less."""
+    layout = MailboxLayout(2, 2, 6)
+    launches = [Launch(2, (1, 3)), Launch(2, (2, 3))]
     punctual, _ = run(layout, [launches] * 2, [Fault(1, 1, "launch", Sleep(3 * STEADY_S))], steady_s=STEADY_S)
     assert punctual is not None
     assert "rank 0 waited past its deadline for the header of rank 1" in str(punctual[1].error)
@@ -126,14 +126,16 @@ def assert_told(outcomes: Sequence[Outcome], launches: Sequence[Launch], layout:
 
 @pytest.mark.parametrize("action", [kill, stop])
 @pytest.mark.parametrize(
-    ("world_size", "place", "step"),
-    [(2, *place) for place in PLACES] + [(4, "slot", 1), (4, "publish", GAMMA - 1)],
+    ("world_size", "rows", "place", "step"),
+    [(2, 2, *place) for place in PLACES]
+    + [(4, 2, "slot", 1), (4, 2, "publish", GAMMA - 1)]
+    + [(2, 1, "slot", 0), (2, 1, "publish", 1), (2, 1, "publish", GAMMA - 1), (2, 1, "end", 0)],
 )
 def test_survivors_of_a_lost_rank_are_told(
-    world_size: int, place: str, step: int, action: Callable[[Walker], None]
+    world_size: int, rows: int, place: str, step: int, action: Callable[[Walker], None]
 ) -> None:
     layout = MailboxLayout(world_size, 2, 2)
-    launches = [Launch(GAMMA, (1, 2)), Launch(GAMMA, (3, 4)), Launch(GAMMA, (5, 0)), Launch(GAMMA, (2, 2))]
+    launches = [Launch(GAMMA, anchors[:rows]) for anchors in ((1, 2), (3, 4), (5, 0), (2, 2))]
     fault = Fault(LOST, 1, place, action, step)
     results = run(layout, [launches] * world_size, [fault], steady_s=STEADY_S)
     for rank, outcomes in enumerate(results):
@@ -203,12 +205,13 @@ def test_a_rank_that_launches_once_more_is_told_who_doesnt(gamma: int) -> None:
 # ---- corrupted words -------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_took_different_tokens_find_out_at_the_next_step() -> None:
-    """A result that rank 0 alone gets wrong, with the right tag: without the chain in the tags nobody would know."""
-    layout = MailboxLayout(3, 1, 2)
+@pytest.mark.parametrize("world_size", [2, 3], ids=["a post", "a result"])
+def test_ranks_that_took_different_tokens_find_out_at_the_next_step(world_size: int) -> None:
+    """A word that rank 0 alone gets wrong, with the right tag: without the chain in the tags nobody would know."""
+    layout = MailboxLayout(world_size, 1, 2)
     launch = Launch(3, (1,))
     wrong = Fault(1, 0, "publish", SendWrongKey(destination=0, token=17), step=1)
-    for outcomes in run(layout, [[launch, launch]] * 3, [wrong], steady_s=30.0):
+    for outcomes in run(layout, [[launch, launch]] * world_size, [wrong], steady_s=30.0):
         assert outcomes is not None
         assert [outcome.kind for outcome in outcomes] == ["WalkMismatch"] * 2
         assert "different tokens before that step" in str(outcomes[0].error)
@@ -216,9 +219,10 @@ def test_ranks_that_took_different_tokens_find_out_at_the_next_step() -> None:
         assert outcomes[0].tokens == anchors_of(launch)
 
 
-def test_after_the_last_step_the_next_header_tells() -> None:
-    layout = MailboxLayout(2, 1, 2)
-    launch = Launch(2, (1,))
+@pytest.mark.parametrize("anchors", [(1,), (1, 2)], ids=["posts", "aggregators"])
+def test_after_the_last_step_the_next_header_tells(anchors: tuple[int, ...]) -> None:
+    layout = MailboxLayout(2, 2, 2)
+    launch = Launch(2, anchors)
     wrong = Fault(1, 0, "publish", SendWrongKey(destination=0, token=11), step=1)
     for outcomes in run(layout, [[launch, launch]] * 2, [wrong], steady_s=30.0):
         assert outcomes is not None
@@ -226,9 +230,10 @@ def test_after_the_last_step_the_next_header_tells() -> None:
         assert "different last_tokens" in str(outcomes[1].error)
 
 
-def test_a_word_that_is_lost_ends_in_a_timeout_that_shows_what_is_there() -> None:
-    layout = MailboxLayout(2, 1, 2)
-    launch = Launch(3, (1,))
+@pytest.mark.parametrize("anchors", [(1,), (1, 2)], ids=["posts", "aggregators"])
+def test_a_word_that_is_lost_ends_in_a_timeout_that_shows_what_is_there(anchors: tuple[int, ...]) -> None:
+    layout = MailboxLayout(2, 2, 2)
+    launch = Launch(3, anchors)
     lost = Fault(1, 1, "slot", LoseResult(source=0, step=1), step=1)
     # Both ranks end up waiting; the one that started first reaches its deadline first.
     later = Fault(0, 1, "launch", Sleep(STEADY_S / 2))
@@ -256,9 +261,10 @@ def test_a_poisoned_rank_walks_no_more_until_all_reset() -> None:
         assert outcomes[4].tokens == outcomes[5].tokens == right_tokens(vocab_size(layout), good)
 
 
-def test_reset_agrees_on_a_block_after_one_rank_alone_finished_the_last() -> None:
-    layout = MailboxLayout(2, 1, 2)
-    launch = Launch(2, (1,))
+@pytest.mark.parametrize("anchors", [(1,), (1, 2)], ids=["posts", "aggregators"])
+def test_reset_agrees_on_a_block_after_one_rank_alone_finished_the_last(anchors: tuple[int, ...]) -> None:
+    layout = MailboxLayout(2, 2, 2)
+    launch = Launch(2, anchors)
     lost = Fault(1, 1, "slot", LoseResult(source=0, step=1), step=1)
     first, second = run(layout, [[launch, launch, Reset(), launch]] * 2, [lost], steady_s=STEADY_S)
     assert first is not None

@@ -11,9 +11,9 @@ from tp_walk.precompile import HOPPER
 SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1), (True, 151_936, 2), (True, 151_936, 8)]
 
 # What the assembler may spill, in bytes a thread, of greedy and of sampled walks: registers of the service warps, most
-# of them where a sampled score is contested. W2 in the multiply warps would be far more: a spilled register of it is
-# waited for at the start and read back each step.
-SPILL_BYTES = {False: 48, True: 160}
+# of them where a sampled score is contested, or logits are copied. W2 in the multiply warps would be far more: a
+# spilled register of it is waited for at the start and read back each step.
+SPILL_BYTES = {False: 48, True: 224}
 
 
 def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:

@@ -12,6 +12,7 @@ from tp_walk.errors import PlanUnavailableError
 from tp_walk.group import WalkGroup
 from tp_walk.kernels import (
     LOGITS_CODES,
+    MAX_VOCAB_SIZE,
     ROUNDING_CODES,
     THREADS,
     WalkParams,
@@ -176,6 +177,11 @@ class KernelExecutor:
             raise PlanUnavailableError(
                 f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability "
                 f"{properties.major}.{properties.minor}"
+            )
+        if context.shape.vocab_size > MAX_VOCAB_SIZE:
+            raise PlanUnavailableError(
+                f"the kernels hold vocabularies of up to {MAX_VOCAB_SIZE} ids, not {context.shape.vocab_size}; plan "
+                "reference runs it"
             )
         num_sms = properties.multi_processor_count // settings().test_ranks_per_gpu
         # As many CTAs on every rank, as posts lie side by side.

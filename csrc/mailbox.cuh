@@ -10,7 +10,7 @@
 //   slot    st.gpu by a CTA              -> ld.gpu by its row's aggregator, same GPU
 //   result  st.sys by an aggregator      -> ld.sys by every CTA of the destination, another GPU
 //   post    st.sys by a CTA              -> ld.sys by every CTA of the destination
-//   header  st.sys by CTA 0              -> ld.sys by CTA 0 and the aggregators of the destination
+//   header  st.sys by CTA 0              -> ld.sys by CTA 0 of the destination, and those of its CTAs that store into peers' memory
 //   poison  st.sys by the failing thread -> ld.sys by whoever polls
 //   partial st.gpu by a CTA              -> ld.gpu by its row's aggregator, same GPU
 //   sum     st.sys by an aggregator      -> ld.sys by CTA 0 of the destination
@@ -28,7 +28,7 @@
 //                                   a rank enters n+2 once it has seen every peer's header of n+1 (CTA 0 waits for them
 //                                   even when no row is valid), and a peer stores that after its launch n is complete.
 //                                   Results and posts are protected twice: by this, and by their writers' wait for headers
-//   partial k -> k+2                as a result: its aggregator reads the partials of k before it publishes k+1
+//   partial k -> k+2                as a result or post: its aggregator reads the partials of k before it publishes, or posts, k+1
 //   sum, columns, block n -> n+1    whoever stores them has seen the destination's header of n+1, or its CTA has, and that
 //                                   is sent after launch n of the destination, which reads them, is complete
 // Where every rank holds all of W2 (int8, int8_split), ranks don't agree on each step; a block then is either one rank's

@@ -7,8 +7,10 @@ fence. (Loads are in program order here; that the kernels have the fences for th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeAlias
 
 import pytest
 from test_protocol_model import (
@@ -29,6 +31,8 @@ from test_protocol_model import (
 
 from tp_walk.mailbox import HEADER_PHASE, LOGITS_PHASE
 
+Word: TypeAlias = Callable[..., tuple]
+
 
 @dataclass(frozen=True)
 class Reports(Variant):
@@ -36,12 +40,14 @@ class Reports(Variant):
 
     logits, partials, sums: what there is, each searched for itself. every_cta_waits: for the headers, before it writes
     logits. fence: between them and the columns words. columns_wait: of CTA 0, for the columns words of all ranks.
+    posts: rows are agreed on by posts, in place of aggregators, who still see to log-sum-exps.
     partial_parity: partials of successive steps lie apart. combine_first: an aggregator takes a step's partials before
     it publishes the next step's result.
     """
 
     logits: bool = False
     partials: bool = False
+    posts: bool = False
     sums: bool = False
     every_cta_waits: bool = True
     fence: bool = True
@@ -73,6 +79,9 @@ def program(
         def slot(of_cta: int, step: int, number: int = number) -> tuple:
             return ("slot", rank, of_cta), (number, step + 1)
 
+        def post(destination: int, source: int, of_cta: int, step: int, number: int = number) -> tuple:
+            return ("post", destination, number % 2, step % 2, source, of_cta), (number, step + 1)
+
         def partial(of_cta: int, step: int, number: int = number) -> tuple:
             return ("partial", rank, step % 2 if variant.partial_parity else 0, of_cta), (number, step + 1)
 
@@ -85,6 +94,13 @@ def program(
         def columns(destination: int, source: int, of_cta: int, number: int = number) -> tuple:
             return ("columns", destination, source, of_cta), (number, LOGITS_PHASE)
 
+        def agreed(step: int, result: Word = result, post: Word = post) -> Await:
+            if variant.posts:
+                return Await(
+                    tuple(post(rank, *writer, step) for writer in product(range(size.ranks), range(size.ctas)))
+                )
+            return Await(tuple(result(rank, peer, step) for peer in range(size.ranks)))
+
         def combine(step: int) -> Iterator[Operation]:
             if variant.partials and aggregates:
                 yield Await(tuple(partial(of_cta, step) for of_cta in range(size.ctas)))
@@ -93,15 +109,19 @@ def program(
 
         if cta == 0:
             yield Store(tuple(header(peer, rank) for peer in range(size.ranks)))
-        if (aggregates and variant.publishers_wait) or (variant.logits and variant.every_cta_waits):
+        publishes = aggregates or variant.posts
+        if (publishes and variant.publishers_wait) or (variant.logits and variant.every_cta_waits):
             yield Await(tuple(header(rank, peer) for peer in range(size.ranks)))
         for step in range(block.gamma):
             if step:
-                yield Await(tuple(result(rank, peer, step - 1) for peer in range(size.ranks)))
+                yield agreed(step - 1)
                 if variant.combine_first:
                     yield from combine(step - 1)
-            yield Store((slot(cta, step),))
-            if aggregates:
+            if variant.posts:
+                yield Store(tuple(post(peer, rank, cta, step) for peer in range(size.ranks)))
+            else:
+                yield Store((slot(cta, step),))
+            if aggregates and not variant.posts:
                 yield Await(tuple(slot(other, step) for other in range(size.ctas)))
                 yield Store(tuple(result(peer, rank, step) for peer in range(size.ranks)))
             if step and not variant.combine_first:
@@ -116,7 +136,7 @@ def program(
                 yield Fence()
             yield Store(tuple(columns(peer, rank, cta) for peer in peers))
         if cta == 0:
-            yield Await(tuple(result(rank, peer, block.gamma - 1) for peer in range(size.ranks)))
+            yield agreed(block.gamma - 1)
             if variant.sums:
                 for step in range(block.gamma):
                     yield Await(tuple(sums(rank, peer, step) for peer in range(size.ranks)))
@@ -134,9 +154,11 @@ def program(
 LOGITS = Reports(logits=True), (Block(1, 1), Block(1, 1))
 PARTIALS = Reports(partials=True), (Block(3, 1), Block(1, 1))
 SUMS = Reports(sums=True), (Block(1, 1), Block(1, 1))
+CASES = {"logits": LOGITS, "partials": PARTIALS, "sums": SUMS}
+CASES |= {f"{name}, posts": (replace(variant, posts=True), blocks) for name, (variant, blocks) in CASES.items()}
 
 
-@pytest.mark.parametrize(("variant", "blocks"), [LOGITS, PARTIALS, SUMS], ids=["logits", "partials", "sums"])
+@pytest.mark.parametrize(("variant", "blocks"), CASES.values(), ids=CASES)
 def test_reports_hold_in_every_interleaving(variant: Reports, blocks: tuple[Block, ...]) -> None:
     assert Model(variant, ONE_WARP, blocks, program).check() > 5
 
@@ -155,6 +177,7 @@ BROKEN = {
         "lost",
     ),
     "an aggregator goes on to the next step without the partials": (PARTIALS, {"combine_first": False}, "lost"),
+    "and its CTA posts without them": (CASES["partials, posts"], {"combine_first": False}, "lost"),
     "sums of the next block come before CTA 0 has read this one's": (SUMS, {"publishers_wait": False}, "lost"),
 }
 

@@ -104,7 +104,7 @@ class WalkRuntime:
         )
         shards = self._gather_shards(head.vocab_size, shard)
         self.shard = shards[self.rank]
-        w1, d2t = self._group.stage("load of W1", lambda: _tables(head, self.device))
+        w1, d2t = self._group.stage("load of W1", lambda: head.tables_on(self.device))
         self._context = ExecutorContext(
             head=head,
             w1=w1,
@@ -307,7 +307,7 @@ class WalkRuntime:
 
         def load() -> ExecutorContext:
             check_same_shapes(context.head, head)
-            w1, d2t = _tables(head, self.device)
+            w1, d2t = head.tables_on(self.device)
             if self.device.type == "cuda":
                 w1 = context.w1.copy_(w1)
                 d2t = d2t if context.d2t is None or d2t is None else context.d2t.copy_(d2t)
@@ -494,7 +494,3 @@ def _check(max_batch: int, max_gamma: int, rounding: Rounding, plans: Sequence[s
         for name in names:
             if name not in PLAN_NAMES:
                 raise WalkInputError(f"{source} names {name!r}; plans are {', '.join(PLAN_NAMES)}")
-
-
-def _tables(head: MarkovHead, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return head.w1.to(device).contiguous(), None if head.d2t is None else head.d2t.to(device).contiguous()

@@ -204,13 +204,15 @@ def _odd_shards() -> None:
         with WalkRuntime(
             alone.head, 8, 16, group=dist.group.WORLD, device=device, shard=shard, plans=["tp_bf16"]
         ) as runtime:
-            own = given.base[:8, :, shard[0] : shard[1]].contiguous()
-            out = runtime.walk(own, given.anchors[:8], given.temperatures[:8], Noise(5, 0), "tp_bf16", logits="local")
-            runtime.check()
-        right = alone.walk(8, 16, "reference", sampled=True, logits="full")
-        assert right.logits is not None
-        assert_same(out.tokens, right.tokens, split)
-        assert_same(out.logits, right.logits[..., shard[0] : shard[1]], split)
+            for batch in (1, 8):
+                own = given.base[:batch, :, shard[0] : shard[1]].contiguous()
+                rows = own, given.anchors[:batch], given.temperatures[:batch]
+                out = runtime.walk(*rows, Noise(5, 0), "tp_bf16", logits="local")
+                runtime.check()
+                right = alone.walk(batch, 16, "reference", sampled=True, logits="full")
+                assert right.logits is not None
+                assert_same(out.tokens, right.tokens, (split, batch))
+                assert_same(out.logits, right.logits[..., shard[0] : shard[1]], (split, batch))
 
 
 @two_gpus

@@ -113,7 +113,8 @@ struct LogSumExp {
     __device__ static __forceinline__ Part merged(const Part& a, const Part& b, float scale) {
         const float largest = fmaxf(a.largest, b.largest);
         const auto rescaled = [&](const Part& part) {
-            return part.largest == largest ? part.sum : part.sum * exp2_approximate(scale * (part.largest - largest));
+            // What adds nothing isn't rescaled: at an infinite temperature, whose scale is 0, the part of no rows would become NaN.
+            return part.largest == largest || part.sum == 0.0f ? part.sum : part.sum * exp2_approximate(scale * (part.largest - largest));
         };
         return {largest, rescaled(a) + rescaled(b)};
     }

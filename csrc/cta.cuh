@@ -110,25 +110,40 @@ struct Best {
         row = wins ? other_row : row;
     }
 
+    __device__ __forceinline__ void merge(const Best& other) {
+#if TPW_SAMPLED
+        second = max(second, other.second);
+#endif
+        merge(other.value, other.row);
+    }
+
     // With the other lanes of a warp that hold the same request.
     __device__ __forceinline__ void reduce() {
 #pragma unroll
         for (int distance = 4; distance < kWarpSize; distance *= 2) {
+            Best other;
+            other.value = __shfl_xor_sync(kFullWarp, value, distance);
+            other.row = __shfl_xor_sync(kFullWarp, row, distance);
 #if TPW_SAMPLED
-            second = max(second, __shfl_xor_sync(kFullWarp, second, distance));
+            other.second = __shfl_xor_sync(kFullWarp, second, distance);
 #endif
-            merge(__shfl_xor_sync(kFullWarp, value, distance), __shfl_xor_sync(kFullWarp, row, distance));
+            merge(other);
         }
     }
 };
 
-constexpr int kBestEntries = kMultiplyWarps;  // of a request: one a warp
+// Of a request. Where they are few, a warp's lanes need not reduce theirs, 230 cycles before all else.
+constexpr bool kLanesReduce = kRequests > 4;
+constexpr int kBestEntries = kMultiplyWarps * (kLanesReduce ? 1 : 8);
+__device__ constexpr int entry_warp(int entry) { return kLanesReduce ? entry : entry / 8; }
 
 #else
 
 // A bf16 value and its row fit one word whose maximum is both: half the instructions a value, and one REDUX for the CTA.
 struct Best {
     int32_t packed = kNothing;
+
+    __device__ __forceinline__ void merge(const Best& other) { packed = max(packed, other.packed); }
 
     // Two bf16 values of rows `row` and `row` + 1, which is even.
     __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) {
@@ -169,6 +184,7 @@ struct __align__(16) Control {
     uint64_t base_arrived[2];
     uint64_t u_ready[2];       // service warps -> multiply warps: u of a pass
     uint64_t best_ready[2];    // multiply warps -> service warps: a pass is multiplied
+    uint64_t contributed[2];   // service warps -> multiply warps: the others know of it
     uint64_t block;            // this launch's; here instead of in registers that the dot products need
     uint64_t expiry;
     uint64_t collected[kServiceWarps];  // posts: each service warp's best

@@ -129,19 +129,25 @@ struct WalkExchange {
         return true;
     }
 
-    // What a CTA will poll, of both parities of a step: a word that isn't in L2 is waited for longer than a hop takes.
+    // Of those who will post: an SM's first access to a peer's page waits for the translation of its address, and all SMs would
+    // at once. One look, for nothing, while W2 is on its way.
+    __device__ __forceinline__ void translate(int thread) const {
+        if (thread < TPW_WORLD_SIZE) load_word<Scope::sys>(poison_word(p.mailboxes[thread], 0));
+    }
+
+    // What a CTA will poll, of both parities of a step: a word that isn't in L2 is waited for longer than a hop takes. Once W2 has
+    // come, which else would push these lines out again.
     __device__ __forceinline__ void prefetch(int thread, int threads, bool posts, int batch, int cta, int ctas) const {
         constexpr int kLineWords = 128 / TPW_WORD_BYTES;
-        const u64 now = load_control(mailbox(), TPW_BLOCK_OFFSET);
+        const auto fetch = [](const char* word) { asm volatile("prefetch.global.L2 [%0];" ::"l"(word)); };
         const int lines = posts ? (kAgreeingRanks * ctas + kLineWords - 1) / kLineWords : batch;
         for (int line = thread; line < 2 * lines; line += threads) {
             const int parity = line >= lines, at = line - parity * lines;
-            const char* word = posts ? post_word(mailbox(), now, parity, cta % TPW_POST_COPIES, at * kLineWords) : result_word(mailbox(), now, parity, at, 0);
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(word));
+            fetch(posts ? post_word(mailbox(), block, parity, cta % TPW_POST_COPIES, at * kLineWords) : result_word(mailbox(), block, parity, at, 0));
         }
-        // And who posts looks at every rank's mailbox once, for nothing: an SM's first access to a peer's page waits for the
-        // translation of its address, 2 µs when all SMs do so at once.
-        if (posts && thread < TPW_WORLD_SIZE) load_word<Scope::sys>(post_word(p.mailboxes[thread], now, 0, cta % TPW_POST_COPIES, p.rank * ctas + cta));
+        if (posts) return;
+        for (int row = cta; row < batch; row += ctas)
+            for (int slot = thread * kLineWords; slot < ctas; slot += threads * kLineWords) fetch(slot_word(mailbox(), row, slot));
     }
 
     // One hop, for row 0. This CTA's best key, on all lanes, to all ranks. By one warp.

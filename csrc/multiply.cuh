@@ -286,24 +286,40 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
 
     const int shared_slots = (p.smem_tiles - cta.warp + kMultiplyWarps - 1) / kMultiplyWarps;
     // Every chunk of tiles reads all of u, so few and large ones are best. One group of columns leaves the registers for tiles of
-    // both kinds at once, two for one more. Having one of an SM quarter's two warps begin with the register tiles and the other
-    // with the shared ones cost 0.5 µs a step: too few MMAs side by side. An odd number of register tiles needs the partner of
-    // its last.
+    // both kinds at once, two for one more. An odd number of register tiles needs the partner of its last.
     constexpr int kBeside = kColumnGroups == 1 ? 3 : kRegTiles % 2;
     constexpr int kChunk = kRegTiles < 2 ? kRegTiles : 2;
-    int slot = 0, end = shared_slots;
-    const auto last_registers = [&]() {
+    constexpr bool kTakesLast = kColumnGroups > 1 && kRegTiles % 2 == 0;
+    int slot = 0;
+    const int end = kTakesLast ? shared_slots / 2 * 2 : shared_slots;
+    const auto register_tiles = [&]() {
         constexpr int kFirst = kChunk < kRegTiles ? kChunk : 0;
-        if (kColumnGroups > 1 && kRegTiles % 2 == 0 && shared_slots % 2)
-            multiply_tiles<kFirst, kRegTiles - kFirst, 1>(p, s, cta, pass, weights, --end, b, mine);
+        if constexpr (kChunk < kRegTiles) multiply_register_tiles<0, kChunk, kRegTiles % 2 ? 0 : kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
+        if (kTakesLast && end < shared_slots)
+            multiply_tiles<kFirst, kRegTiles - kFirst, 1>(p, s, cta, pass, weights, end, b, mine);
         else
             multiply_register_tiles<kFirst, kRegTiles - kFirst, kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
     };
-    if constexpr (kChunk < kRegTiles) multiply_register_tiles<0, kChunk, kRegTiles % 2 ? 0 : kBeside>(p, s, cta, pass, weights, b, shared_slots, slot, mine);
-    last_registers();
+    const auto shared_tiles = [&]() {
 #pragma unroll 1
-    for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
-    if (slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
+        for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
+        if (!kTakesLast && slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
+    };
+    if constexpr (kTakesLast) {
+        // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
+        // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
+        const bool shared_first = cta.warp >= kMultiplyWarps / 2;
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) {
+            if ((turn == 0) == shared_first)
+                shared_tiles();
+            else
+                register_tiles();
+        }
+    } else {
+        register_tiles();
+        shared_tiles();
+    }
     // Tiles beyond those in shared memory go on in the same order; which warp streams one follows from its number alone.
     for (int tile = kRegTiles * kMultiplyWarps + p.smem_tiles; tile < p.tiles_per_cta; ++tile)
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
@@ -315,8 +331,12 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
 #if TPW_SAMPLED || TPW_ROUNDING == 2
-            mine.best[group][which].reduce();
-            if (cta.lane < 4) out[request * kBestStride + cta.warp] = mine.best[group][which];
+            if constexpr (kLanesReduce) {
+                mine.best[group][which].reduce();
+                if (cta.lane < 4) out[request * kBestStride + cta.warp] = mine.best[group][which];
+            } else {
+                out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
+            }
 #else
             out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
 #endif
@@ -328,6 +348,18 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
 
 __device__ __forceinline__ uint32_t row_id(const WalkParams& p, const Cta& cta, uint32_t row) { return p.shard_start + cta.first_row + row; }
 
+// The best of those of a request's entries that fall to this lane.
+template <int kLanes>
+__device__ __forceinline__ Best lane_entries(const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
+    const Best* entries = s.best + (pass.buffer() * kRequests + request) * kBestStride;
+    Best best;
+    if (active)
+#pragma unroll
+        for (int first = 0; first < kBestEntries; first += kLanes)
+            if (first + cta.lane % kLanes < kBestEntries) best.merge(entries[first + cta.lane % kLanes]);
+    return best;
+}
+
 #if TPW_SAMPLED
 
 __device__ __forceinline__ uint64_t exact_row_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, uint32_t row) {
@@ -335,24 +367,26 @@ __device__ __forceinline__ uint64_t exact_row_key(const WalkParams& p, const Sme
     return exact_key(s.rows[pass.first_row + request], pass.step, row_id(p, cta, row), TPW_ROUNDING == 2 ? logit : bf16_to_float(logit));
 }
 
-// Scores so far are approximate: all rows whose score may be the largest are scored exactly. `mine` is one multiply warp's best.
+// Scores so far are approximate: all rows whose score may be the largest are scored exactly. `mine` is the best of a lane's entries.
 template <int kLanes>
 __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, const Best& mine,
                                                   float threshold) {
     const auto contests = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
-    const bool crowded = contests(mine.second);  // another row of the same warp came near
+    const bool crowded = contests(mine.second);  // another row behind these entries came near
     uint64_t key = contests(mine.value) && !crowded ? exact_row_key(p, s, cta, pass, request, mine.row) : 0;
-    // All rows of that warp, by the lanes together.
+    // All rows of the warps that the entries are of, by the lanes together.
     for (uint32_t left = __ballot_sync(kFullWarp, crowded); left != 0; left &= left - 1) {
         const int owner = __ffs(left) - 1;
         const int their_request = __shfl_sync(kFullWarp, request, owner);
-        Cta theirs = cta;
-        theirs.warp = owner % kLanes;
         uint64_t their_key = 0;
-        for (int round = 0; round * kRoundTiles + theirs.warp < p.tiles_per_cta; ++round) {
-            const Round rows(p, theirs, round);
-            const int row = rows.start + cta.lane;
-            if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
+        for (int entry = owner % kLanes; entry < kBestEntries; entry += kLanes) {
+            Cta theirs = cta;
+            theirs.warp = entry_warp(entry);
+            for (int round = 0; round * kRoundTiles + theirs.warp < p.tiles_per_cta; ++round) {
+                const Round rows(p, theirs, round);
+                const int row = rows.start + cta.lane;
+                if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
+            }
         }
         their_key = warp_max_key(their_key);
         if (cta.lane == owner) key = their_key;
@@ -363,10 +397,7 @@ __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Sme
 // Keys if !kCandidates, else candidates.
 __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
     constexpr int kLanes = kWarpSize / kWarpRequests;
-    static_assert(kBestEntries <= kLanes, "a lane an entry");
-    const int entry = cta.lane % kLanes;
-    Best mine;
-    if (active && entry < kBestEntries) mine = s.best[(pass.buffer() * kRequests + request) * kBestStride + entry];
+    const Best mine = lane_entries<kLanes>(s, cta, pass, request, active);
     const bool sampled = active && s.rows[pass.first_row + request].temperature > 0.0f;
     const Logit* logits = reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request));
     const auto word_of = [&](const Best& one) -> uint64_t {
@@ -380,8 +411,7 @@ __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Sme
     const auto near = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
     const bool contested = sampled && (near(mine.second) || (word != best && near(mine.value)));
     if (!kCandidates || __any_sync(kFullWarp, contested)) {
-        if (!sampled) mine = Best();
-        const uint64_t exact = exact_cta_key<kLanes>(p, s, cta, pass, request, mine, threshold);
+        const uint64_t exact = exact_cta_key<kLanes>(p, s, cta, pass, request, sampled ? mine : Best(), threshold);
         Best winner;
         winner.value = key_value(exact);
         winner.row = key_id(exact) - row_id(p, cta, 0);
@@ -394,16 +424,10 @@ __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Sme
 
 __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
     constexpr int kLanes = kWarpSize / kWarpRequests;
-    const Best* entries = s.best + (pass.buffer() * kRequests + request) * kBestStride;
-    Best best;
+    Best best = lane_entries<kLanes>(s, cta, pass, request, active);
 #if TPW_ROUNDING == 2
-    static_assert(kBestEntries <= kLanes);
-    if (active && cta.lane % kLanes < kBestEntries) best = entries[cta.lane % kLanes];
     return max_over_lanes(make_key(best.value, row_id(p, cta, best.row)), kLanes);
 #else
-    if (active)
-#pragma unroll
-        for (int entry = 0; entry < kBestEntries; entry += kLanes) best.packed = max(best.packed, entries[entry + cta.lane % kLanes].packed);
     if constexpr (kLanes == kWarpSize) {
         best.packed = __reduce_max_sync(kFullWarp, best.packed);
     } else {

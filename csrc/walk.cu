@@ -53,6 +53,8 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         if (!failed) multiply(p, s, cta, pass, weights);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
+        // Not before the others know of this pass: all wait for that, and draws would take its issue slots.
+        if (kNoiseAhead) mbarrier_wait(&s.control->contributed[pass.buffer()], pass.parity());
         draw(index + 1);
     }
 }
@@ -93,6 +95,7 @@ struct Service {
                     mbarrier_init(&s.control->base_arrived[buffer], 1);
                     mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
                     mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
+                    mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
                 }
                 mbarrier_expect(&s.control->weights_arrived, tiles * kTileBytes);
             }
@@ -104,7 +107,7 @@ struct Service {
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
         load_rows(p, s, cta, passes.first_step, thread);
-        exchange.prefetch(thread, kServiceThreads, posts, cta.batch, cta.index, cta.count);
+        if (posts) exchange.translate(thread);
         if constexpr (TPW_INT8)
             for (int row = thread; row < cta.rows; row += kServiceThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
     }
@@ -216,13 +219,19 @@ struct Service {
         exchange.expiry = s.control->expiry;
         if (cta.warp == kServiceWarps - 1 && !open()) fail();
         for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
+        mbarrier_wait(&s.control->weights_arrived, 0);
+        exchange.prefetch(thread, kServiceThreads, posts, cta.batch, cta.index, cta.count);
         for (int index = 0; index < passes.count; ++index) {
             const Pass pass = passes.at(index);
             if (index > 0) combine_lse(passes.at(index - 1));
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
             const bool alive = !s.has_failed();
+            if (alive) contribute(pass);
+            if constexpr (kNoiseAhead) {
+                __syncwarp();
+                if (lane == 0) mbarrier_arrive(&s.control->contributed[pass.buffer()]);
+            }
             if (alive) {
-                contribute(pass);
                 if constexpr (kLogits) logits().start(pass);
                 if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
                 if constexpr (kLogits) {

@@ -17,7 +17,7 @@ FRAGMENT_BYTES = 16
 COLUMNS = 8
 LINE_BYTES = 128  # all banks of shared memory
 MAX_GRID = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange.cuh
-CONTROL_BYTES = 240
+CONTROL_BYTES = 256
 ROW_STATE_BYTES = 32
 
 
@@ -133,14 +133,9 @@ def place(
     lane_requests = 1 if int8 or columns.narrow else 2
     base_stage_bytes = cta_rows * base_bytes + 16
     base_stage_bytes += (32 // lane_requests - base_stage_bytes) % LINE_BYTES
-    # What each of a warp's row groups, or each warp, leaves of a request: `Best`.
-    best_bytes = MULTIPLY_WARPS + 2
-    if sampled:
-        best_bytes *= 12
-    elif rounding == "none":
-        best_bytes *= 8
-    else:
-        best_bytes = (8 * MULTIPLY_WARPS + 2) * 4
+    # What each of a warp's row groups, or each warp, leaves of a request: kBestEntries of `Best`, and a pad of two.
+    best_entry = 12 if sampled else 8 if rounding == "none" else 4
+    best_bytes = (MULTIPLY_WARPS * (8 if best_entry == 4 or requests <= 4 else 1) + 2) * best_entry
     staging = (
         2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
         + 2 * requests * base_stage_bytes

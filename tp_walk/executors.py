@@ -123,7 +123,8 @@ def point_at_base(p: WalkParams, base: torch.Tensor, is_full: bool) -> None:
 def base_is_aligned(p: WalkParams, element_bytes: int) -> bool:
     """Whether base logits begin on the size of four, in every row and step. Those of an empty shard have no address."""
     strides = (p.base_stride_row | p.base_stride_step) * element_bytes
-    return ((p.base_logits or 0) | strides) % (4 * element_bytes) == 0
+    places: int = (p.base_logits or 0) | strides
+    return places % (4 * element_bytes) == 0
 
 
 class KernelExecutor:

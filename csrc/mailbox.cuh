@@ -56,7 +56,8 @@
 //                                   What follows in the destination's stream sees the columns (causality order)
 //   no column comes too early       Readers of block n are before launch n+1 in the destination's stream. CTA 0 of n+1:
 //                                   fence.acq_rel.sys, header. EVERY CTA that will write there: header, fence.acq_rel.sys,
-//                                   columns. So in such a kernel all CTAs wait for headers, not aggregators alone
+//                                   columns. So in such a kernel all CTAs wait for headers, not aggregators alone;
+//                                   but none that writes nothing, when no row is valid: CTA 0 doesn't wait for its CTAs then
 // After a failure neither holds until the reset: a peer that hasn't looked yet may still be writing, for a pass at most.
 // tests/test_protocol_model.py and tests/test_logits_model.py walk through every interleaving of small cases; tests/test_ptx.py holds
 // the compiled kernels to these instructions.

@@ -115,8 +115,9 @@ struct Service {
     __device__ __forceinline__ bool open() const {
         if (!exchange.open(lane, cta.index, cta.batch)) return false;
         if (kAgreeingRanks == 1) return true;
-        // By its own posts, as an aggregator, or logits; and CTA 0 looks at the headers should no row be valid.
-        const bool publishes = posts || kPeerLogits || cta.index < cta.batch;
+        // By its own posts, as an aggregator, or logits; and CTA 0 looks at the headers should no row be valid. It alone then: it
+        // ends the block without the others, one of which may begin later and would wait for the next block's headers.
+        const bool publishes = cta.batch > 0 && (posts || kPeerLogits || cta.index < cta.batch);
         return exchange.compare_headers(lane, cta.index, cta.batch, publishes || cta.index == 0);
     }
 

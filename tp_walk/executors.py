@@ -120,6 +120,13 @@ def point_at_base(p: WalkParams, base: torch.Tensor, is_full: bool) -> None:
     p.base_stride_row, p.base_stride_step = base.stride(0), base.stride(1)
 
 
+def base_is_aligned(p: WalkParams, element_bytes: int) -> bool:
+    """Whether base logits begin on the size of four, in every row and step. Those of an empty shard have no address."""
+    strides = (p.base_stride_row | p.base_stride_step) * element_bytes
+    places: int = (p.base_logits or 0) | strides
+    return places % (4 * element_bytes) == 0
+
+
 class KernelExecutor:
     """Runs csrc/walk.cu: the part that the plans share. A subclass says how W2 is held and over which ranks."""
 
@@ -283,8 +290,7 @@ class KernelExecutor:
         stream = torch.cuda.current_stream(self._context.device)
         self._order.before(stream)
         self._bring(base, inputs.base_is_full, stream.cuda_stream)
-        strides = (p.base_stride_row | p.base_stride_step) * base.element_size()
-        p.base_aligned = (p.base_logits | strides) % (4 * base.element_size()) == 0
+        p.base_aligned = base_is_aligned(p, base.element_size())
         launch(self._arguments_address, stream.cuda_stream)
         self._order.after(stream)
 

@@ -21,13 +21,18 @@ __device__ constexpr uint64_t make_candidate(int32_t ordered_score, uint32_t id,
 
 __device__ constexpr uint32_t candidate_id(uint64_t candidate) { return kCandidateIds - (static_cast<uint32_t>(candidate >> 16) & kCandidateIds); }
 
+// Not below -inf, as which what is left of its bits would be a NaN.
 __device__ __forceinline__ float candidate_score(uint64_t candidate) {
-    return from_ordered(static_cast<int32_t>((static_cast<uint32_t>(candidate >> (kCandidateIdBits + 16)) << 4) ^ 0x80000000u));
+    constexpr int32_t kLowest = ordered_bits(static_cast<int32_t>(0xff800000u));
+    return from_ordered(max(static_cast<int32_t>((static_cast<uint32_t>(candidate >> (kCandidateIdBits + 16)) << 4) ^ 0x80000000u), kLowest));
 }
 
-// Whoever scores below this has a smaller exact score than the one who scores `best`. NaN, below which nothing is, where
-// infinities or NaNs leave no difference to go by.
-__device__ __forceinline__ float contest_threshold(float best) { return best - 2.0f * score_error(best) - 0x1p-17f * fabsf(best); }
+// Whoever scores below this has a smaller exact score than the one who scores `best`. NaN, below which nothing is, where +inf
+// or NaN leave no difference to go by; infinity where all scores are -inf, masked: then all exact scores are, too, and the
+// smallest id, which is the best already, wins.
+__device__ __forceinline__ float contest_threshold(float best) {
+    return best == __int_as_float(0xff800000) ? __int_as_float(0x7f800000) : best - 2.0f * score_error(best) - 0x1p-17f * fabsf(best);
+}
 
 __device__ __forceinline__ bool contests(uint64_t candidate, float threshold) { return candidate != 0 && !(candidate_score(candidate) < threshold); }
 

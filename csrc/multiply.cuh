@@ -415,7 +415,7 @@ __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Sme
         Best winner;
         winner.value = key_value(exact);
         winner.row = key_id(exact) - row_id(p, cta, 0);
-        if (sampled) best = word_of(winner);
+        if (sampled && exact != 0) best = word_of(winner);  // 0 where nothing contests: all scores are -inf, the approximate ones too
     }
     return best;
 }

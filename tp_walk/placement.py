@@ -90,8 +90,8 @@ def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
     """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
 
     But a narrow greedy kernel is for one request alone. It took 44.1 µs for one, 51.0 for two and 52.6 for four, the
-    kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1; V = 151,936 on two H200s). Sampled it pays, since
-    most of a request's work is noise: 56.5 and 58.8 for two and four against 69.3 for eight.
+    kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1; V = 151,936 on two H200s). Sampled it pays:
+    56.5 and 58.8 for two and four against 69.3 for eight.
     """
     return 1 if columns.narrow and not sampled else requests_of(int8, columns)
 

@@ -4,6 +4,9 @@ Plans are selected from the tables that come with the package. A second, indepen
 first didn't measure too, says what the selected plan and the best one really take. Regret is the ratio of the two.
 
     python experiments/regret.py --second FOLDER
+    python experiments/regret.py --seed
+
+The latter judges what is selected where nothing is measured, by the tables that come with the package.
 """
 
 from __future__ import annotations
@@ -34,6 +37,14 @@ COLUMNS = (
 )
 
 
+# By whether the seed is judged.
+METHODS = {
+    False: "Selected from the shipped tables; both times are from a second measuring run, which also has batches that "
+    "the first didn't measure.",
+    True: "Selected by the model alone; both times are from the shipped tables, to which its constants were fitted.",
+}
+
+
 @dataclass(frozen=True)
 class Choice:
     """One size: what was selected from the first run, what was best in the second, and the ratio of their times."""
@@ -44,12 +55,12 @@ class Choice:
     regret: float
 
 
-def choices(first: PlanTable, second: PlanTable) -> list[Choice]:
-    """The choice at each size of the second run, among the plans that ran there."""
+def choices(first: PlanTable | None, second: PlanTable) -> list[Choice]:
+    """The choice at each size of the second run, among the plans that ran there; from the first or else the seed."""
     found = []
     for row in second.rows:
         if row.plans:
-            selected = Selector(first.machine, first, row.plans)(
+            selected = Selector(second.machine, first, row.plans)(
                 row.batch, row.gamma, row.mode == "sampled", row.layout
             ).name
             best = min(row.plans, key=lambda name: row.plans[name].us)
@@ -68,7 +79,9 @@ def summary(where: str, found: Sequence[Choice]) -> dict[str, Any]:
         "sizes": len(found),
         "mean": mean(choice.regret for choice in found),
         "worst": worst.regret,
-        "worst_at": f"batch {row.batch}, γ {row.gamma}: {worst.selected}, best {worst.best}",
+        "worst_at": f"batch {row.batch}, γ {row.gamma}: {worst.selected}, best {worst.best}"
+        if worst.regret > 1
+        else "–",
         "not_best": sum(choice.selected != choice.best for choice in found),
     }
 
@@ -80,16 +93,20 @@ def _common(values: Iterable[str]) -> str:
 
 @click.command()
 @click.option("--first", type=click.Path(exists=True, file_okay=False, path_type=Path), default=SHIPPED_DIR)
-@click.option("--second", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default=RESULTS / "regret.json")
-def main(first: Path, second: Path, out: Path) -> None:
+@click.option("--second", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Judge by these tables.")
+@click.option("--seed", is_flag=True, help="Judge the seed, by the tables of --first.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="[default: in experiments/results]")
+def main(first: Path, second: Path | None, seed: bool, out: Path | None) -> None:
+    if seed == (second is not None):
+        raise click.UsageError("either --second or --seed")
+    judges = second or first
     rows: list[dict[str, Any]] = []
     everything: list[Choice] = []
     environment: dict[str, str | int | float | bool | None] = {}
-    for path in sorted(second.glob("*.json")):
+    for path in sorted(judges.glob("*.json")):
         judge = PlanTable.read(path)
-        table = load(first / path.name, judge.machine)
-        if table is None:
+        table = None if seed else load(first / path.name, judge.machine)
+        if table is None and not seed:
             raise click.ClickException(f"{first} has no {path.name}")
         found = choices(table, judge)
         everything += found
@@ -98,17 +115,16 @@ def main(first: Path, second: Path, out: Path) -> None:
             part = [choice for choice in found if (choice.row.mode, choice.row.layout) == (mode, layout)]
             rows.append(summary(str(judge.machine), part))
     if not everything:
-        raise click.ClickException(f"{second} holds no tables")
+        raise click.ClickException(f"{judges} holds no tables")
     rows.append(summary("all", everything))
     result = ResultTable(
         "Regret of auto_select: time of the selected plan over that of the best",
-        "Selected from the shipped tables; both times are from a second measuring run, which also has batches that the "
-        "first didn't measure.",
+        METHODS[seed],
         environment,
         COLUMNS,
         rows,
     )
-    result.write(out)
+    result.write(out or RESULTS / ("seed_regret.json" if seed else "regret.json"))
     click.echo(result.to_markdown())
 
 

@@ -83,8 +83,7 @@ class World:
             for one in kernels.specialisations(
                 int8=False, rows=max(widths), world_size=world, num_sms=GRID, **shape, **limits
             )
-            if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none")
-            and one.placement.requests >= BATCH
+            if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none") and one.serves >= BATCH
         )
         self._list_words = BATCH * GAMMA * world * self._certify.units * (certified.LIST + 1)
         num_bytes = MailboxLayout(world, BATCH, GRID).num_bytes

@@ -50,6 +50,15 @@ def test_the_regret_of_folders(tmp_path: Path) -> None:
     assert "has no nvidia-h200-x2" in CliRunner().invoke(regret.main, arguments).output
 
 
+def test_the_seeds_regret_is_told_of_the_first_run(tmp_path: Path) -> None:
+    table(row(8, tp_bf16=60.0, int8=40.0), row(64, tp_bf16=100.0, int8=400.0)).write(tmp_path / MACHINE.file_name)
+    arguments = ["--first", str(tmp_path), "--seed", "--out", str(tmp_path / "o")]
+    assert CliRunner().invoke(regret.main, arguments, catch_exceptions=False).exit_code == 0
+    *_, line = ResultTable.read(tmp_path / "o").rows
+    assert (line["sizes"], line["worst"], line["worst_at"]) == (2, 1.5, "batch 8, γ 7: tp_bf16, best int8")
+    assert CliRunner().invoke(regret.main, arguments[:2]).exit_code == 2
+
+
 def test_overtaking_counts_from_where_it_lasts() -> None:
     int8 = {1: 30.0, 2: 50.0, 4: 40.0, 8: 60.0, 16: 90.0}
     tp_bf16 = {1: 40.0, 2: 40.0, 4: 40.0, 8: 50.0, 16: 60.0, 32: 70.0}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tp_walk import certified, jit, kernels, spread
+from tp_walk.executors import TpBf16Executor
+from tp_walk.int8_executors import Int8Executor
 from tp_walk.precompile import HOPPER
 
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
@@ -49,6 +51,34 @@ def test_every_row_has_one_place(int8: bool, rows: int, world_size: int) -> None
         assert placed.grid * placed.tiles_per_cta * 16 >= rows > (placed.grid - 1) * placed.tiles_per_cta * 16
         assert placed.streamed_tiles == max(0, placed.tiles_per_cta - resident)
         assert placed.grid <= HOPPER.num_sms
+
+
+# (column groups, narrow) → the batches walked so.
+FOR_BATCHES = {
+    (False, False): {(1, True): (1, 1), (1, False): (2, 8), (2, False): (9, 64)},
+    (False, True): {(1, True): (1, 4), (1, False): (5, 8), (2, False): (9, 64)},
+    (True, False): {(1, False): (1, 4), (2, False): (5, 64)},
+    (True, True): {(1, False): (1, 4), (2, False): (5, 64)},
+}
+
+
+@pytest.mark.parametrize(("int8", "sampled"), FOR_BATCHES)
+def test_each_batch_is_walked_by_the_kernel_that_is_for_it(int8: bool, sampled: bool) -> None:
+    executor_class = Int8Executor if int8 else TpBf16Executor
+    executor = executor_class.__new__(executor_class)
+    found = [one for one in specialisations(int8, 75_968, 2) if (one.sampled, one.logits) == (sampled, "none")]
+    executor._launches = {(False, sampled, "none"): [(None, one) for one in found]}  # type: ignore[list-item]
+    walked: dict[tuple[int, bool], list[int]] = {}
+    for batch in range(1, 65):
+        columns = executor._chosen(False, sampled, "none", batch)[1].columns
+        walked.setdefault((columns.groups, columns.narrow), []).append(batch)
+    assert {use: (batches[0], batches[-1]) for use, batches in walked.items()} == FOR_BATCHES[int8, sampled]
+
+
+@pytest.mark.parametrize(("max_batch", "greedy", "sampled"), [(1, 1, 1), (2, 2, 1), (4, 2, 1), (5, 2, 2), (9, 3, 3)])
+def test_no_kernel_is_loaded_that_no_batch_wants(max_batch: int, greedy: int, sampled: int) -> None:
+    assert len(kernels.column_uses(False, max_batch, False)) == greedy
+    assert len(kernels.column_uses(False, max_batch, True)) == sampled
 
 
 @pytest.mark.parametrize("base_fp32", [False, True], ids=["bf16", "fp32"])

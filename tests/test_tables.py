@@ -9,6 +9,7 @@ import pytest
 import tables
 
 from tp_walk.errors import WalkInputError
+from tp_walk.plan_table import Machine, PlanTable, Row, Sample
 from tp_walk.results import Column, ResultTable, environment
 
 TABLE = ResultTable(
@@ -77,6 +78,33 @@ def test_tables_are_filled_in_and_out_of_date_ones_found(tmp_path: Path) -> None
     filled = tables.with_tables(unmeasured, tmp_path)
     assert filled == f"a\n<!-- table: bench.json -->\n{TABLE.to_markdown()}\n<!-- end of table -->\nb\n"
     assert tables.with_tables(filled, tmp_path) == filled
+
+
+def row(mode: str, batch: int, layout: str = "sharded", **us: float) -> Row:
+    times = {name: Sample(t, 1.0, t + 1) for name, t in us.items()}
+    plans = {name: sample for name, sample in times.items() if not name.startswith("torch")}
+    baseline = {name: sample for name, sample in times.items() if name.startswith("torch")}
+    return Row(layout, mode, 7, batch, plans, baseline, {})  # type: ignore[arg-type]
+
+
+def test_shipped_crossover_tables_are_shown_the_best_in_bold(tmp_path: Path) -> None:
+    rows = [
+        row("greedy", 8, tp_bf16=40.0, int8=50.0, torch_a=200.0, torch_b=100.0),
+        row("greedy", 1, tp_bf16=40.0, int8=30.0, torch_a=60.0),
+        row("sampled", 8, tp_bf16=44.0),
+        row("greedy", 2, layout="full", tp_bf16=1.0),
+    ]
+    machine = Machine("A GPU", 2, "NVLink", 1000, 256)
+    PlanTable(machine, {"torch": "9.9", "date": "2026-11-29"}, rows).write(tmp_path / machine.file_name)
+    text = f"<!-- table: {machine.file_name} -->\n<!-- end of table -->\n"
+    filled = tables.with_tables(text, tmp_path / "none", tmp_path)
+    _, title, header, _, one, eight, about, _ = [line for line in filled.splitlines() if line]
+    assert title == "**Time of a block by plan, µs, base logits sharded**"
+    assert header.split(" | ")[2:5] == ["tp_bf16, greedy", "int8, greedy", "best torch / best, greedy"]
+    assert one == "| 7 | 1 | 40.0 | **30.0** | 2.00 | – | – | – |"
+    assert eight == "| 7 | 8 | **40.0** | 50.0 | 2.50 | **44.0** | – | – |"
+    assert about.startswith(f"<sub>GPU {machine}, torch 9.9, date 2026-11-29. ")
+    assert tables.with_tables(filled, tmp_path / "none", tmp_path) == filled
 
 
 @pytest.mark.parametrize(

@@ -1,48 +1,68 @@
-"""What a plan should take, from the hardware's limits: the seed of plan selection where nothing has been measured.
+"""What a plan should take, from a few physical costs: the seed of plan selection where nothing has been measured.
 
-    block = launch + spread + cold read of the weights + γ · (rendezvous + hop + passes · multiply + requests)
+    block = launch + start + spread + cold read of the weights + γ · step
+    step  = agreement + hop or planes + passes · multiply + requests + noise
 
-- launch: an empty graph's time.
+- start: the first step's words, rows and logits come from cold memory.
 - cold read: a rank's weights go once from HBM into registers and shared memory.
-- rendezvous: the CTAs of a GPU agree on a token. hop: GPUs agree, too.
+- agreement: the CTAs of a GPU agree on a token, and all that a single request waits for one thing after the other: a
+  CTA's best, the row of W1, waking warps. hop: GPUs agree, too. planes: int8 takes the row of W1 as two.
 - multiply: the resident weights are read once for every pass, a group of requests that the tensor cores take together.
-  Weights beyond what a GPU's SMs hold are read from L2 in each pass, or from HBM where L2 can't hold them either.
-- requests: each request's base logits are read, and for a sampled one noise is drawn for each of its columns.
+  Weights beyond what a GPU's SMs hold are streamed in each pass.
+- requests: each request's base logits are read.
+- noise: it is drawn for each column of a sampled request; where there is one pass, ahead, during the agreement.
 - spread: the launch before the walk in which ranks send each other base logits that lie sharded, all of them for
-  `int8`, by request for `int8_split`; a hop for the headers, one for the arrivals. `int8_split` has it even where base
-  logits are whole, and at the end a hop for the tokens.
+  `int8`, by request for `int8_split`. `int8_split` has it even where base logits are whole.
 
-The constants were measured on two H200s (DESIGN sections 5 and 6); other GPUs differ in all of them by similar factors,
-and only ratios decide.
+The constants are of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernel keeps to them, and
+where it doesn't what fits the crossover table that comes with the package, each of whose times is met within a fifth.
+Other GPUs differ in all of them by similar factors, and only ratios decide.
 """
 
 from __future__ import annotations
 
 import math
 
+from tp_walk.placement import MULTIPLY_WARPS, TILE_ROWS
 from tp_walk.plan_table import Layout
 
-LAUNCH_US = 4.4
-RENDEZVOUS_US = 1.22
+LAUNCH_US = 5.1  # an empty graph, as the bench times it
+# What a block takes beyond launch, cold read and γ steps, a step being the slope between γ = 7 and 16: 2 µs for one
+# greedy request, 6 for 64.
+START_US = 4.5
 HOP_US = 0.72
 
-# Both from a read of 38.9 MB: 13.9 µs cold, 6.6 µs from a warm L2.
+# Of the step of one greedy request on two GPUs, 3.3 µs, all but hop, multiply and base logits. Several requests go by
+# way of an aggregator, which is one more trip through L2: a step of 8 takes 4.4 µs.
+SINGLE_AGREEMENT_US = 1.5
+AGREEMENT_US = 2.15
+# A step of one request takes int8 on one GPU as long as tp_bf16 on two, hop included.
+PLANES_US = 0.75
+# Of a sampled step beyond its noise: scores are approximate first, and exact where two are near each other.
+SAMPLED_US = 1.5
+
+SMS = 132
+# From a read of 38.9 MB: 13.9 µs cold.
 COLD_BYTES_PER_US = 38.9e6 / 13.9
-L2_BYTES_PER_US = 38.9e6 / 6.6
-L2_BYTES = 40e6  # of 60 MB, what other traffic leaves
-# A copy through HBM, reads alone.
+# Registers (8 warps of 128 each) and shared memory beside what is staged.
+RESIDENT_BYTES = SMS * (128 + 176) * 1024
+# tp_bf16 on one GPU streams half of its 78 MB again in each step, at little more than the cold rate: 120.6 µs a block.
+STREAM_BYTES_PER_US = 3.4e6
+# 0.9 µs for 38.9 MB: 128 bytes a clock of each SM's shared memory.
+MULTIPLY_BYTES_PER_US = 38.9e6 / 0.9
+# Base logits, a copy through HBM, reads alone.
 HBM_BYTES_PER_US = 4.3e6
 
-# 132 SMs with 196 KB of registers and 200 KB of shared memory for weights.
-RESIDENT_BYTES = 132 * 396e3
-# 0.9 µs for 38.9 MB.
-MULTIPLY_BYTES_PER_US = 38.9e6 / 0.9
+# Warps draw noise for a pair of tiles in a go, for one without a partner as long: per request and such round.
+NOISE_ROUND_US = 0.09
+# Of the noise of a single pass, what the agreement hides.
+HIDDEN_NOISE_US = 1.55
 
-# Philox and two logarithms: about 60 instructions a column, 128 lanes of 132 SMs at 1.8 GHz, half of them in use.
-NOISE_COLUMNS_PER_US = 132 * 128 * 1.8e3 / 60 / 2
-
-# What a GPU takes in over NVLink.
-NVLINK_BYTES_PER_US = 0.37e6
+# int8_split takes 9.9 µs more than int8 for one request with whole base logits, and int8 14.1 for a sharded one, of
+# which 3.3 are its bytes: a launch, its headers and arrivals, and a walk that begins only then.
+SPREAD_US = 11.0
+# Both directions at once; the 68 MB of int8's 64 sharded requests at γ = 7 take 228 µs more than none.
+NVLINK_BYTES_PER_US = 0.34e6
 
 # Requests that one pass multiplies: the columns of an MMA; int8 needs two, one for each plane of u.
 PASS_REQUESTS = {"tp_bf16": 8, "int8": 4, "int8_split": 4}
@@ -68,25 +88,35 @@ def seed_us(
     columns = vocab_size / world_size if is_sharded else vocab_size
     weights = columns * (2 * markov_rank if is_sharded else markov_rank + 4)
     requests = math.ceil(batch / world_size) if plan == "int8_split" else batch
+    passes = math.ceil(requests / PASS_REQUESTS[plan])
 
-    step = RENDEZVOUS_US + (HOP_US if is_sharded and world_size > 1 else 0.0)
-    step += math.ceil(requests / PASS_REQUESTS[plan]) * _pass_us(weights)
+    step = SINGLE_AGREEMENT_US if requests == 1 else AGREEMENT_US
+    if not is_sharded:
+        step += PLANES_US
+    elif world_size > 1:
+        step += HOP_US
+    step += passes * _pass_us(weights)
     step += requests * columns * BASE_BYTES / HBM_BYTES_PER_US
     if sampled:
-        step += requests * columns / NOISE_COLUMNS_PER_US
+        step += SAMPLED_US + _noise_us(requests, passes, columns)
     read = min(weights, RESIDENT_BYTES) / COLD_BYTES_PER_US
-    return LAUNCH_US + _spread_us(plan, requests, gamma, vocab_size, world_size, layout) + read + gamma * step
+    spread = _spread_us(plan, requests, gamma, vocab_size, world_size, layout)
+    return LAUNCH_US + START_US + spread + read + gamma * step
 
 
 def _pass_us(weights: float) -> float:
     streamed = max(0.0, weights - RESIDENT_BYTES)
-    rate = L2_BYTES_PER_US if streamed <= L2_BYTES else COLD_BYTES_PER_US
-    return (weights - streamed) / MULTIPLY_BYTES_PER_US + streamed / rate
+    return (weights - streamed) / MULTIPLY_BYTES_PER_US + streamed / STREAM_BYTES_PER_US
+
+
+def _noise_us(requests: int, passes: int, columns: float) -> float:
+    tiles = math.ceil(columns / (TILE_ROWS * SMS))
+    drawn = requests * math.ceil(tiles / (2 * MULTIPLY_WARPS)) * NOISE_ROUND_US
+    return max(0.0, drawn - HIDDEN_NOISE_US) if passes == 1 else drawn
 
 
 def _spread_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:
     if plan == "tp_bf16" or world_size == 1 or (plan == "int8" and layout == "full"):
         return 0.0
-    tokens = HOP_US if plan == "int8_split" else 0.0
     foreign = 0.0 if layout == "full" else requests * gamma * vocab_size * BASE_BYTES * (world_size - 1) / world_size
-    return LAUNCH_US + 2 * HOP_US + foreign / NVLINK_BYTES_PER_US + tokens
+    return SPREAD_US + foreign / NVLINK_BYTES_PER_US

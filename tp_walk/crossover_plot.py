@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tp_walk.errors import PlanUnavailableError, WalkInputError
-from tp_walk.plan_table import LAYOUTS, PlanTable, Row
+from tp_walk.plan_table import LAYOUTS, Mode, PlanTable, Row
 
 _COLOURS = {"tp_bf16": "#1f77b4", "int8": "#d62728", "int8_split": "#ff7f0e", "certified": "#2ca02c"}
 _RIVAL_STYLES = ("--", ":", "-.")
+
+
+def mode_title(mode: Mode) -> str:
+    """What readers call a mode that was measured."""
+    return "T = 1" if mode == "sampled" else mode
 
 
 def crossings(rows: list[Row]) -> list[tuple[float, str, str]]:
@@ -47,7 +52,7 @@ def plot(table: PlanTable, path: Path) -> None:
         raise PlanUnavailableError(f"charts need matplotlib ({error}); install tp-walk[plot]") from error
     if path.suffix not in (".png", ".svg"):
         raise WalkInputError(f"{path} can't be drawn: charts are .png or .svg files")
-    panels: dict[tuple[str, str, int], list[Row]] = {}
+    panels: dict[tuple[str, Mode, int], list[Row]] = {}
     for row in sorted(table.rows, key=lambda row: (LAYOUTS.index(row.layout), row.gamma, row.mode, row.batch)):
         panels.setdefault((row.layout, row.mode, row.gamma), []).append(row)
     if not panels:
@@ -59,7 +64,7 @@ def plot(table: PlanTable, path: Path) -> None:
     for axis, ((layout, mode, gamma), rows) in zip(axes, panels.items(), strict=False):
         _draw(axis, rows)
         layout_text = "" if table.machine.world_size == 1 else f", base logits {layout}"
-        axis.set_title(f"{'T = 1' if mode == 'sampled' else mode}, γ = {gamma}{layout_text}", fontsize=10)
+        axis.set_title(f"{mode_title(mode)}, γ = {gamma}{layout_text}", fontsize=10)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
     labels = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}

@@ -15,6 +15,7 @@ from tp_walk.kernels import (
     MAX_VOCAB_SIZE,
     ROUNDING_CODES,
     THREADS,
+    Specialisation,
     WalkParams,
     keeps_logits,
     specialisations,
@@ -26,7 +27,6 @@ from tp_walk.launches import Launch
 from tp_walk.mailbox import MailboxLayout, pack_header
 from tp_walk.peer_logits import RankBuffers
 from tp_walk.peers import PeerMailboxes
-from tp_walk.placement import Placement
 from tp_walk.plan import PLAN_NAMES, ExecutorContext, WalkInputs
 from tp_walk.shard import Shard
 
@@ -171,7 +171,7 @@ class KernelExecutor:
         self._arguments_address = ctypes.addressof(self._arguments)
         self._order = launch_order(context.device)
 
-    def _prepare(self, ranks: int) -> dict[tuple[bool, bool, str], list[tuple[Launch, Placement]]]:
+    def _prepare(self, ranks: int) -> dict[tuple[bool, bool, str], list[tuple[Launch, Specialisation]]]:
         """All that a rank does alone: choices, weights, kernels.
 
         Returns launches by what a walk asks for, those for small batches first.
@@ -213,7 +213,7 @@ class KernelExecutor:
         if self.int8:
             self._u_rows, self._u_scales = to_plane_rows(context.w1)
         # All kernels now: a first launch inside a capture, or beside a spinning kernel, must not have to load code.
-        launches: dict[tuple[bool, bool, str], list[tuple[Launch, Placement]]] = {}
+        launches: dict[tuple[bool, bool, str], list[tuple[Launch, Specialisation]]] = {}
         for one in found:
             launch = Launch(
                 "the walk",
@@ -223,7 +223,7 @@ class KernelExecutor:
                 num_sms=num_sms,
                 shared_bytes=one.placement.shared_bytes,
             )
-            launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append((launch, one.placement))
+            launches.setdefault((one.base_fp32, one.sampled, one.logits), []).append((launch, one))
         return launches
 
     @property
@@ -279,8 +279,8 @@ class KernelExecutor:
             base = base.float()
         p = self._params
         rows = -(-base.shape[0] // p.shares)
-        launches = self._launches[base.dtype == torch.float32, sampled, logits]
-        launch, placement = next((one for one in launches if one[1].requests >= rows), launches[-1])
+        launch, chosen = self._chosen(base.dtype == torch.float32, sampled, logits, rows)
+        placement = chosen.placement
         p.tiles_per_cta = placement.tiles_per_cta
         p.smem_tiles = placement.smem_tiles
         p.base_stage_bytes = placement.base_stage_bytes
@@ -293,6 +293,11 @@ class KernelExecutor:
         p.base_aligned = base_is_aligned(p, base.element_size())
         launch(self._arguments_address, stream.cuda_stream)
         self._order.after(stream)
+
+    def _chosen(self, base_fp32: bool, sampled: bool, logits: str, rows: int) -> tuple[Launch, Specialisation]:
+        """What walks so many requests."""
+        launches = self._launches[base_fp32, sampled, logits]
+        return next((one for one in launches if one[1].serves >= rows), launches[-1])
 
     def _base_code(self, base: torch.Tensor, is_full: bool) -> int:
         """What the ranks must agree on of base logits: nothing, where each reads its own."""

@@ -25,8 +25,8 @@ from tp_walk.placement import (
     ColumnUse,
     Placement,
     place,
-    requests_of,
     row_order,
+    serves,
 )
 from tp_walk.quantize import split_planes
 from tp_walk.status import status_defines
@@ -140,6 +140,11 @@ class Specialisation:
     placement: Placement
     macros: dict[str, int]
 
+    @property
+    def serves(self) -> int:
+        """The largest batch that it is for; the last of a kind walks larger ones too, in several passes."""
+        return serves(self.placement.int8, self.columns, self.sampled)
+
 
 def specialisations(
     *,
@@ -163,7 +168,7 @@ def specialisations(
             continue
         if rounding == "none" and not base_fp32 and keeps_logits(sampled, logits):
             continue
-        for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch))):
+        for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch, sampled))):
             assert columns is not None
             try:
                 placement = place(
@@ -188,10 +193,10 @@ def specialisations(
     return found
 
 
-def column_uses(int8: bool, max_batch: int) -> list[ColumnUse]:
+def column_uses(int8: bool, max_batch: int, sampled: bool) -> list[ColumnUse]:
     """Those that batches of up to max_batch want, each serving larger batches than the one before."""
     uses = INT8_COLUMNS if int8 else BF16_COLUMNS
-    enough = next((i for i, use in enumerate(uses) if requests_of(int8, use) >= max_batch), len(uses) - 1)
+    enough = next((i for i, use in enumerate(uses) if serves(int8, use, sampled) >= max_batch), len(uses) - 1)
     return list(uses[: enough + 1])
 
 

@@ -40,7 +40,7 @@ class ColumnUse:
 
 
 # Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
-# int8 has a second plane of u in the other column anyway.
+# int8 has a second plane of u in the other column anyway. `serves` says which batches each is for.
 BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
 INT8_COLUMNS = (ColumnUse(1, False), ColumnUse(2, False))
 
@@ -66,11 +66,6 @@ class Placement:
     shared_bytes: int
 
     @property
-    def requests(self) -> int:
-        """Requests that a pass multiplies."""
-        return requests_of(self.int8, self.columns)
-
-    @property
     def k_steps(self) -> int:
         """MMAs that a row's dot product takes."""
         return self.markov_rank // (32 if self.int8 else 16)
@@ -89,6 +84,16 @@ class Placement:
 def requests_of(int8: bool, columns: ColumnUse) -> int:
     """Requests that a pass multiplies: one a column, or one in two (narrow; in int8 for the two planes of u)."""
     return columns.groups * (COLUMNS // 2 if int8 or columns.narrow else COLUMNS)
+
+
+def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
+    """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
+
+    But a narrow greedy kernel is for one request alone. It took 44.1 µs for one, 51.0 for two and 52.6 for four, the
+    kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1; V = 151,936 on two H200s). Sampled it pays:
+    56.5 and 58.8 for two and four against 69.3 for eight.
+    """
+    return 1 if columns.narrow and not sampled else requests_of(int8, columns)
 
 
 def place(

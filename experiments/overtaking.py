@@ -1,8 +1,9 @@
 """From which batch on is bf16 split over two GPUs faster than int8 on one, and by how much?
 
 Two comparisons from the tables that come with the package: with the base logits whole wherever they are wanted, as the
-question is usually put (int8 on one GPU against tp_bf16 on two); and with the base logits sharded, as tensor
-parallelism leaves them, so that int8 must gather them first.
+question is usually put (int8 on one GPU against tp_bf16 on two; of the two-GPU table where there is no other, since
+int8 then walks on each GPU as if it were alone); and with the base logits sharded, as tensor parallelism leaves them,
+so that int8 must gather them first.
 
     python experiments/overtaking.py
 """
@@ -65,13 +66,16 @@ def main(tables: Path, out: Path) -> None:
     for two in (table for table in known if table.machine.world_size == 2):
         machine = two.machine
         same_head = machine.gpu, machine.vocab_size, machine.markov_rank
-        comparisons: list[tuple[str, PlanTable, Layout]] = [
-            ("whole", table, "full")
+        alone = (
+            table
             for table in known
             if table.machine.world_size == 1
             and (table.machine.gpu, table.machine.vocab_size, table.machine.markov_rank) == same_head
+        )
+        comparisons: list[tuple[str, PlanTable, Layout]] = [
+            ("whole", next(alone, two), "full"),
+            ("sharded", two, "sharded"),
         ]
-        comparisons.append(("sharded", two, "sharded"))
         environment |= {"GPU": machine.gpu, **two.provenance}
         for mode, gamma in dict.fromkeys((row.mode, row.gamma) for row in two.rows):
             for base, table, layout in comparisons:
@@ -83,7 +87,8 @@ def main(tables: Path, out: Path) -> None:
         raise click.ClickException(f"{tables} has no table of two GPUs")
     result = ResultTable(
         "Where bf16 on two GPUs overtakes int8",
-        "From the shipped tables. Whole base logits: int8 on one GPU. Sharded: int8 gathers them over two GPUs first.",
+        "From the shipped tables. Whole base logits: int8 walks on one GPU, or on each of two. Sharded: it gathers "
+        "them over two GPUs first.",
         environment,
         COLUMNS,
         rows,

@@ -87,3 +87,7 @@ def test_both_comparisons_come_from_the_tables(tmp_path: Path) -> None:
     assert lines["whole"]["ratios"] == f"1: {33 / 41:.2f}"
     assert lines["sharded"]["ratios"] == "1: 1.50, 8: 2.00"
     assert lines["sharded"]["overtakes"] == 1
+    (tmp_path / "tables" / replace(MACHINE, world_size=1, link="none").file_name).unlink()
+    assert CliRunner().invoke(overtaking.main, arguments, catch_exceptions=False).exit_code == 0
+    lines = {line["base"]: line for line in ResultTable.read(tmp_path / "o").rows}
+    assert lines["whole"]["ratios"] == f"1: {38 / 41:.2f}, 8: {44 / 42:.2f}"

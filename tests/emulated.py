@@ -24,8 +24,8 @@ HAS_COMPILER = shutil.which("g++") is not None
 # What a statement of inline assembly is replaced by, found by an instruction in it; the names are those around it.
 INSTRUCTIONS = {
     "cvt.rn.bf16x2.f32": "packed = emulate_bf16x2(high, low);",
-    "lg2.approx": "log2 = std::log2(x);",
-    "ex2.approx": "power = std::exp2(x);",
+    "lg2.approx": "log2 = emulate_log2(x);",
+    "ex2.approx": "power = emulate_exp2(x);",
     "rcp.approx.ftz.f64": "reciprocal = 1.0 / denominator;",
     "add.rn.bf16x2": "sum = emulate_add_bf16x2(packed, 0u);",
     "prmt.b32": "signs = (sum >> 15 & 0x10001u) * 0xffffu;",
@@ -80,14 +80,27 @@ def translated(source: str) -> str:
     return re.sub(r"\b(u?)int64_t\b", r"\1nvrtc_int64", source)
 
 
+# Fortified, longjmp to another stack would be taken for a mistake.
+OPTIONS = ("-std=c++20", "-O1", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC")
+
+
+def _compile(*arguments: str) -> None:
+    done = subprocess.run(["g++", *OPTIONS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
 @cache
 def _sources(folder: Path) -> None:
+    """All that is compiled, and emulate.h compiled already: half of what a library takes."""
     folder.mkdir(parents=True)
     for file in [
         *jit.csrc_dir().glob("*.cuh"),
         *(jit.csrc_dir() / f"{path.stem}.cu" for path in SOURCES.glob("*.cpp")),
     ]:
         (folder / file.name).write_text(translated(file.read_text()))
+    for file in SOURCES.iterdir():
+        shutil.copy(file, folder)
+    _compile("-x", "c++-header", str(folder / "emulate.h"), "-o", str(folder / "emulate.h.gch"))
 
 
 @cache
@@ -95,16 +108,8 @@ def _library(kernel: str, macros: tuple[tuple[str, int], ...], folder: Path) -> 
     _sources(folder / "csrc")
     name = hashlib.sha256(repr((kernel, macros)).encode()).hexdigest()[:16]
     library = folder / f"{name}.so"
-    # Fortified, longjmp to another stack would be taken for a mistake.
-    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    options += [f"-I{SOURCES}", f"-I{folder / 'csrc'}", *(f"-D{macro}={value}" for macro, value in macros)]
-    done = subprocess.run(
-        ["g++", *options, str(SOURCES / f"{kernel}.cpp"), "-o", str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:4000]
+    defines = (f"-D{macro}={value}" for macro, value in macros)
+    _compile(*defines, str(folder / "csrc" / f"{kernel}.cpp"), "-o", str(library))
     return ctypes.CDLL(str(library))
 
 

@@ -148,9 +148,12 @@ class EmulatedLaunch:
         source, macros = self._kernel
         # The walk is given one structure, and the emulator wants to know where it lies.
         given = ctypes.c_void_p.from_address(arguments).value if source == "walk.cu" else arguments
-        everybodys = ranks.exchange(rank, given)
+        mine = (source, macros, self._grid, self._shared_bytes)
+        everybodys = ranks.exchange(rank, (given, mine))
+        assert all(theirs == mine for _, theirs in everybodys), "ranks launch different kernels"
         if rank == 0:
-            launch(source.removesuffix(".cu"), macros, everybodys, self._grid, self._shared_bytes, ranks.folder)
+            addresses = [address for address, _ in everybodys]
+            launch(source.removesuffix(".cu"), macros, addresses, self._grid, self._shared_bytes, ranks.folder)
         ranks.exchange(rank, None)
 
 

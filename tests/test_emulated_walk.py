@@ -138,8 +138,9 @@ def check(problem: Problem, how: Walk, folder: Path) -> None:
                 assert_log_sum_exp(lse[:valid], right.lse[:valid])
             assert bool((lse[valid if how.lse else 0 :] == UNTOUCHED).all())
         assert isinstance(noise.offset, torch.Tensor)
-        advanced = problem.offsets + 2 * sampled * (np.arange(batch) < valid)
-        assert_same(noise.offset, advanced)
+        # One offset serves the whole batch, and is advanced whatever is valid.
+        advances = batch == 1 or np.arange(batch) < valid
+        assert_same(noise.offset, problem.offsets + 2 * sampled * advances)
 
     ranks.each(walk)
 
@@ -209,7 +210,7 @@ CASES = {
     "wide-equals": Case(tp(2, 2, base="aligned"), 1024, 7, equals=True),
     "wide-sampled-rows": Case(tp(2, 2, logits_rows="sampled", valid=6), 1003, 8),
     # Two groups of columns, and groups of requests.
-    "two-groups": Case(tp(2, 3), 595, 16, rounding="once", draft=True),
+    "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
     "two-groups-equals": Case(tp(2, 3), 701, 11, rounding="once", equals=True),
     "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
     # fp32 logits: keys are exact.

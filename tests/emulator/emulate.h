@@ -285,6 +285,20 @@ inline unsigned emulate_add_bf16x2(unsigned x, unsigned y) {
     return bf16_of(high) << 16 | bf16_of(low);
 }
 inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
+// Approximations err as far as the PTX ISA allows, one way or the other.
+inline float err(float right, float most) {
+    const unsigned mixed = bits_as<unsigned>(right) * 0x9e3779b1u;
+    return std::isfinite(right) ? right + (mixed >> 31 ? most : -most) : right;
+}
+inline float emulate_log2(float x) {
+    const float right = std::log2(x);
+    return err(right, 0x1p-22f * max(1.0f, std::fabs(right)));
+}
+inline float emulate_exp2(float x) {
+    const float right = std::exp2(x);
+    return x == 0.0f ? right : err(right, 0x1p-22f * right);
+}
+
 // A product of the i-th elements of two words.
 inline void multiply_add(float& acc, unsigned x, unsigned y, int i) {
     acc += __uint_as_float(x >> i * 16 << 16) * __uint_as_float(y >> i * 16 << 16);

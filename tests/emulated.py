@@ -24,12 +24,13 @@ HAS_COMPILER = shutil.which("g++") is not None
 # What a statement of inline assembly is replaced by, found by an instruction in it; the names are those around it.
 INSTRUCTIONS = {
     "cvt.rn.bf16x2.f32": "packed = emulate_bf16x2(high, low);",
-    "lg2.approx": "log2 = std::log2(x);",
-    "ex2.approx": "power = std::exp2(x);",
+    "lg2.approx": "log2 = emulate_log2(x);",
+    "ex2.approx": "power = emulate_exp2(x);",
     "rcp.approx.ftz.f64": "reciprocal = 1.0 / denominator;",
     "add.rn.bf16x2": "sum = emulate_add_bf16x2(packed, 0u);",
     "prmt.b32": "signs = (sum >> 15 & 0x10001u) * 0xffffu;",
     "mma.sync.aligned.m16n8k16": "emulate_mma(acc, a, b);",
+    "mma.sync.aligned.m16n8k32": "emulate_mma(acc, a, b);",
     "@wanted": "if (wanted) emulate_load_word(at, word);",
     ".sys.global.b128 [%0]": "emulate_store_word(at, key, tag);",
     ".gpu.global.b128 [%0]": "emulate_store_word(at, key, tag);",
@@ -46,21 +47,20 @@ INSTRUCTIONS = {
     "mbarrier.arrive.expect_tx": "emulate_mbarrier_pay(barrier, bytes);",
     "mbarrier.arrive.shared": "emulate_mbarrier_arrive(barrier);",
     "cp.async.bulk.shared": "emulate_bulk_load(target, source, bytes, barrier);",
+    "cp.async.bulk.global": "emulate_bulk_store(target, source, bytes);",
+    "cp.async.bulk.wait": "emulate_await_bulk_stores();",
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
 }
-# And those that nothing stands for here: hints, fences, the int8 plan's MMA, and copies of logits into peers' memory.
+# And those that nothing stands for here: hints and fences.
 NOTHING = (
     "prefetch",
     "cp.async.commit",
     "cp.async.wait",
     "cp.async.bulk.commit",
-    "cp.async.bulk.wait",
-    "cp.async.bulk.global",
     "setmaxnreg",
     "fence.",
     '(""',
-    "m16n8k32",
 )
 _ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')
 
@@ -80,14 +80,27 @@ def translated(source: str) -> str:
     return re.sub(r"\b(u?)int64_t\b", r"\1nvrtc_int64", source)
 
 
+# Fortified, longjmp to another stack would be taken for a mistake.
+OPTIONS = ("-std=c++20", "-O1", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC")
+
+
+def _compile(*arguments: str) -> None:
+    done = subprocess.run(["g++", *OPTIONS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
 @cache
 def _sources(folder: Path) -> None:
+    """All that is compiled, and emulate.h compiled already: half of what a library takes."""
     folder.mkdir(parents=True)
     for file in [
         *jit.csrc_dir().glob("*.cuh"),
         *(jit.csrc_dir() / f"{path.stem}.cu" for path in SOURCES.glob("*.cpp")),
     ]:
         (folder / file.name).write_text(translated(file.read_text()))
+    for file in SOURCES.iterdir():
+        shutil.copy(file, folder)
+    _compile("-x", "c++-header", str(folder / "emulate.h"), "-o", str(folder / "emulate.h.gch"))
 
 
 @cache
@@ -95,16 +108,22 @@ def _library(kernel: str, macros: tuple[tuple[str, int], ...], folder: Path) -> 
     _sources(folder / "csrc")
     name = hashlib.sha256(repr((kernel, macros)).encode()).hexdigest()[:16]
     library = folder / f"{name}.so"
-    options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC"]
-    options += [f"-I{SOURCES}", f"-I{folder / 'csrc'}", *(f"-D{macro}={value}" for macro, value in macros)]
-    done = subprocess.run(
-        ["g++", *options, str(SOURCES / f"{kernel}.cpp"), "-o", str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:4000]
+    defines = (f"-D{macro}={value}" for macro, value in macros)
+    _compile(*defines, str(folder / "csrc" / f"{kernel}.cpp"), "-o", str(library))
     return ctypes.CDLL(str(library))
+
+
+def launch(
+    kernel: str, macros: Mapping[str, int], arguments: Sequence[int], grid: int, shared_bytes: int, folder: Path
+) -> None:
+    """Launches `kernel` on every rank, arguments[rank] being the address of what it is given, and waits for all.
+
+    folder: where its sources and library are kept, for as long as the process lives.
+    """
+    library = _library(kernel, tuple(sorted(macros.items())), folder)
+    library.emulate.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
+    addresses = (ctypes.c_void_p * len(arguments))(*arguments)
+    assert library.emulate(addresses, len(arguments), grid, shared_bytes, LIMIT_S) == 0, f"{kernel} doesn't end"
 
 
 def run_kernel(
@@ -115,11 +134,5 @@ def run_kernel(
     shared_bytes: int,
     folder: Path,
 ) -> None:
-    """Launches `kernel` on every rank, params[rank] being what it is given, and waits for all.
-
-    folder: where its sources and library are kept, for as long as the process lives.
-    """
-    library = _library(kernel, tuple(sorted(macros.items())), folder)
-    library.emulate.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_double]
-    addresses = (ctypes.c_void_p * len(params))(*(ctypes.addressof(one) for one in params))
-    assert library.emulate(addresses, len(params), grid, shared_bytes, LIMIT_S) == 0, f"{kernel} doesn't end"
+    """`launch` of a kernel that is given one structure."""
+    launch(kernel, macros, [ctypes.addressof(one) for one in params], grid, shared_bytes, folder)

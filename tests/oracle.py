@@ -30,6 +30,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Answer:
+    """lse: float64, exact but for its own rounding."""
+
     tokens: np.ndarray
     logits: np.ndarray
     lse: np.ndarray
@@ -145,10 +147,10 @@ def solve(problem: Problem, int8: bool = False) -> Answer:
             total = problem.base[request, step] + bias
             value = total if problem.rounding == "none" else to_bf16(total)
             logits[request, step] = value
+            divisor = max(temperature, F32(1e-5)) if temperature > 0 else F32(1)
             with np.errstate(invalid="ignore"):
-                scaled = value / max(temperature, F32(1e-5)) if temperature > 0 else value
-                lse[request, step] = np.logaddexp.reduce(scaled.astype(np.float64))
-                score = scaled + gumbel(problem, request, step) if temperature > 0 else value
+                lse[request, step] = np.logaddexp.reduce(value.astype(np.float64) / np.float64(divisor))
+                score = value / divisor + gumbel(problem, request, step) if temperature > 0 else value
             drafted = pick(score)
             previous = drafted if problem.d2t is None else int(problem.d2t[drafted])
             tokens[request, step] = previous

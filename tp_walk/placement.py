@@ -129,7 +129,9 @@ def place(
     tiles = max(1, -(-rows // TILE_ROWS))
     tiles_per_cta = -(-tiles // min(num_sms, MAX_GRID))
     grid = -(-tiles // tiles_per_cta)
-    reg_tiles = min(REG_FRAGMENTS // k_steps, -(-tiles_per_cta // MULTIPLY_WARPS))
+    # No more than every warp has: the kernel takes two register tiles for a pair, whose rows a tile without a partner
+    # would share with other lanes.
+    reg_tiles = min(REG_FRAGMENTS // k_steps, max(1, tiles_per_cta // MULTIPLY_WARPS))
 
     staged_tiles = max(tiles_per_cta, reg_tiles * MULTIPLY_WARPS)
     cta_rows, rounds = staged_tiles * TILE_ROWS, -(-staged_tiles // (2 * MULTIPLY_WARPS))

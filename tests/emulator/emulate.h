@@ -3,6 +3,7 @@
 // don't come up; indices, protocols, barriers and arithmetic do.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -58,19 +60,48 @@ struct EmulatedCta : Meeting {
     std::vector<unsigned char> shared;
 };
 
+struct BulkCopy {
+    void* target;
+    const void* source;
+    unsigned bytes;
+    void* barrier;
+};
+
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // where it begins
+    jmp_buf left_at;     // where it goes on: swapcontext would make a system call each time
     EmulatedCta* cta;
     int thread;
-    bool done = false;
-    std::vector<unsigned char> stack;
+    bool started = false, done = false;
+    const unsigned* watched = nullptr;  // it has nothing to do while this is `unwanted`
+    unsigned unwanted = 0;
+    std::vector<BulkCopy> stores;
+
+    bool waits() const { return watched && *watched == unwanted; }
 };
 
 inline Fiber* running;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline void (*kernel_of_rank)(int rank);
+inline std::vector<BulkCopy> loads;  // on their way
+void land(const BulkCopy& load);
 
-inline void let_others_run() { swapcontext(&running->context, &scheduler); }
+inline void let_others_run() {
+    if (!_setjmp(running->left_at)) _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) inline void resume(Fiber* fiber) {
+    running = fiber;
+    if (_setjmp(scheduler)) return;
+    if (std::exchange(fiber->started, true)) _longjmp(fiber->left_at, 1);
+    setcontext(&fiber->context);
+}
+
+inline void wait_while(const unsigned& word, unsigned unwanted) {
+    running->watched = &word, running->unwanted = unwanted;
+    while (word == unwanted) let_others_run();
+    running->watched = nullptr;
+}
 
 inline void meet(Meeting& meeting, int threads) {
     const unsigned turn = meeting.turn;
@@ -78,7 +109,7 @@ inline void meet(Meeting& meeting, int threads) {
         meeting.arrived = 0;
         ++meeting.turn;
     } else {
-        while (meeting.turn == turn) let_others_run();
+        wait_while(meeting.turn, turn);
     }
 }
 
@@ -91,6 +122,7 @@ inline void run_fiber() {
 // Runs all CTAs of all ranks. False if they don't end within so many seconds.
 inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, double limit_s) {
     constexpr size_t kStackBytes = 128 << 10;
+    static std::vector<std::unique_ptr<unsigned char[]>> stacks;  // of this launch and the next
     std::vector<EmulatedCta> ctas(ranks * grid);
     std::vector<std::unique_ptr<Fiber>> fibers;
     for (int i = 0; i < ranks * grid; ++i) {
@@ -101,9 +133,9 @@ inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, dou
         for (int thread = 0; thread < threads; ++thread) {
             auto fiber = std::make_unique<Fiber>();
             fiber->cta = &cta, fiber->thread = thread;
-            fiber->stack.resize(kStackBytes);
+            if (stacks.size() == fibers.size()) stacks.emplace_back(new unsigned char[kStackBytes]);
             getcontext(&fiber->context);
-            fiber->context.uc_stack = {fiber->stack.data(), 0, kStackBytes};
+            fiber->context.uc_stack = {stacks[fibers.size()].get(), 0, kStackBytes};
             fiber->context.uc_link = nullptr;
             makecontext(&fiber->context, run_fiber, 0);
             fibers.push_back(std::move(fiber));
@@ -118,10 +150,11 @@ inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, dou
         std::vector<Fiber*> left;
         random = random * 1664525u + 1013904223u;
         for (size_t i = 0; i < alive.size(); ++i) {
-            running = alive[(i + random) % alive.size()];
-            swapcontext(&scheduler, &running->context);
-            if (!running->done) left.push_back(running);
+            Fiber* fiber = alive[(i + random) % alive.size()];
+            if (!fiber->waits()) resume(fiber);
+            if (!fiber->done) left.push_back(fiber);
         }
+        for (const BulkCopy& load : std::exchange(loads, {})) land(load);
         alive.swap(left);
     }
     return true;
@@ -156,6 +189,8 @@ inline int __syncthreads_or(int value) {
     __syncthreads();
     return cta.any[turn & 1];
 }
+
+inline int __syncthreads_and(int value) { return !__syncthreads_or(!value); }
 
 template <typename T>
 struct Shown {
@@ -235,6 +270,7 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     return result;
 }
 inline float __uint2float_rn(unsigned value) { return static_cast<float>(value); }
+inline float __int2float_rn(int value) { return static_cast<float>(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
@@ -249,8 +285,31 @@ inline unsigned emulate_add_bf16x2(unsigned x, unsigned y) {
     return bf16_of(high) << 16 | bf16_of(low);
 }
 inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
-// mma.m16n8k16 of bf16; fragments as the PTX ISA lays them out.
-inline void emulate_mma(float (&acc)[4], const uint4& a, const uint2& b) {
+// Approximations err as far as the PTX ISA allows, one way or the other.
+inline float err(float right, float most) {
+    const unsigned mixed = bits_as<unsigned>(right) * 0x9e3779b1u;
+    return std::isfinite(right) ? right + (mixed >> 31 ? most : -most) : right;
+}
+inline float emulate_log2(float x) {
+    const float right = std::log2(x);
+    return err(right, 0x1p-22f * max(1.0f, std::fabs(right)));
+}
+inline float emulate_exp2(float x) {
+    const float right = std::exp2(x);
+    return x == 0.0f ? right : err(right, 0x1p-22f * right);
+}
+
+// A product of the i-th elements of two words.
+inline void multiply_add(float& acc, unsigned x, unsigned y, int i) {
+    acc += __uint_as_float(x >> i * 16 << 16) * __uint_as_float(y >> i * 16 << 16);
+}
+inline void multiply_add(int& acc, unsigned x, unsigned y, int i) {
+    acc += static_cast<signed char>(x >> i * 8) * static_cast<signed char>(y >> i * 8);
+}
+// mma.m16n8k16 of bf16 and mma.m16n8k32 of int8; fragments as the PTX ISA lays them out.
+template <typename Accumulator>
+void emulate_mma(Accumulator (&acc)[4], const uint4& a, const uint2& b) {
+    constexpr int kPerWord = std::is_same_v<Accumulator, float> ? 2 : 4, kHalf = 4 * kPerWord;
     struct Fragments {
         uint4 a;
         uint2 b;
@@ -260,12 +319,11 @@ inline void emulate_mma(float (&acc)[4], const uint4& a, const uint2& b) {
     const int lane = running->thread % 32;
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; ++k) {
-            const uint4 of_row = shown.of(row % 8 * 4 + k % 8 / 2).a;
-            const uint2 of_column = shown.of(column * 4 + k % 8 / 2).b;
-            const unsigned low_rows = k < 8 ? of_row.x : of_row.z, high_rows = k < 8 ? of_row.y : of_row.w;
-            const unsigned x = row < 8 ? low_rows : high_rows, y = k < 8 ? of_column.x : of_column.y;
-            acc[i] += __uint_as_float(x >> k % 2 * 16 << 16) * __uint_as_float(y >> k % 2 * 16 << 16);
+        for (int k = 0; k < 2 * kHalf; ++k) {
+            const uint4 of_row = shown.of(row % 8 * 4 + k % kHalf / kPerWord).a;
+            const uint2 of_column = shown.of(column * 4 + k % kHalf / kPerWord).b;
+            const unsigned low_rows = k < kHalf ? of_row.x : of_row.z, high_rows = k < kHalf ? of_row.y : of_row.w;
+            multiply_add(acc[i], row < 8 ? low_rows : high_rows, k < kHalf ? of_column.x : of_column.y, k % kPerWord);
         }
     }
 }
@@ -292,7 +350,7 @@ inline unsigned long long emulate_ns() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// An mbarrier's 8 bytes. A copy is done at once; its bytes are owed, or paid in advance, until the barrier expects them.
+// An mbarrier's 8 bytes. The bytes of a copy are owed, or paid in advance, until the barrier expects them.
 struct Mbarrier {
     unsigned short pending, arrivals;
     unsigned phase;
@@ -310,10 +368,15 @@ inline void emulate_mbarrier_arrive(void* barrier) {
 inline void emulate_mbarrier_pay(void* barrier, long bytes) {
     if ((owed[barrier] += bytes) == 0) emulate_mbarrier_arrive(barrier);
 }
-inline void emulate_bulk_load(void* target, const void* source, unsigned bytes, void* barrier) {
-    std::memcpy(target, source, bytes);
-    emulate_mbarrier_pay(barrier, -static_cast<long>(bytes));
+inline void emulate_mbarrier_wait(void* barrier, unsigned parity) { wait_while(static_cast<Mbarrier*>(barrier)->phase, parity); }
+
+// Bulk copies are made as late as they may be: loads once all threads have had a turn, stores when their thread waits for them.
+inline void land(const BulkCopy& load) {
+    std::memcpy(load.target, load.source, load.bytes);
+    emulate_mbarrier_pay(load.barrier, -static_cast<long>(load.bytes));
 }
-inline void emulate_mbarrier_wait(void* barrier, unsigned parity) {
-    while (static_cast<Mbarrier*>(barrier)->phase == parity) let_others_run();
+inline void emulate_bulk_load(void* target, const void* source, unsigned bytes, void* barrier) { loads.push_back({target, source, bytes, barrier}); }
+inline void emulate_bulk_store(void* target, const void* source, unsigned bytes) { running->stores.push_back({target, source, bytes}); }
+inline void emulate_await_bulk_stores() {
+    for (const BulkCopy& store : std::exchange(running->stores, {})) std::memcpy(store.target, store.source, store.bytes);
 }

@@ -1,0 +1,245 @@
+"""Plans tp_bf16, int8 and int8_split on the emulator: the oracle's walks on all ranks, from host code to tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from agreement import assert_log_sum_exp, assert_same, head_of, noise_of
+from emulated import HAS_COMPILER
+from emulated_ranks import Gpu, HostDevice, Ranks, ThreadGroup, emulate_gpus
+from oracle import Problem, make_problem, solve
+
+from tp_walk.config import Deadline, LogitsMode, LogitsRows, WalkShape
+from tp_walk.executors import TpBf16Executor
+from tp_walk.inputs import InputChecker
+from tp_walk.int8_executors import Int8Executor, Int8SplitExecutor
+from tp_walk.peer_logits import PeerLogits
+from tp_walk.plan import ExecutorContext, WalkOutput
+from tp_walk.precompile import HOPPER
+from tp_walk.shard import Shard, shard_bounds
+
+pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
+
+EXECUTORS = {one.name: one for one in (TpBf16Executor, Int8Executor, Int8SplitExecutor)}
+UNTOUCHED = 77
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate_gpus(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How a problem is walked.
+
+    base: "full", "sharded" (with five NaN columns behind each shard), or "aligned" (full, rows on 16 bytes). valid: of
+    the batch's rows, or None for all, without num_valid. streams: shared memory is too small for all of W2.
+    """
+
+    plan: str
+    world: int
+    gpu: Gpu = field(default_factory=lambda: Gpu(3, HOPPER.shared_limit))
+    base: str = "full"
+    logits: LogitsMode = "full"
+    logits_rows: LogitsRows = "all"
+    lse: bool = True
+    valid: int | None = None
+    shards: Sequence[Shard] | None = None
+    max_batch: int | None = None
+    streams: bool = False
+
+
+def base_of(problem: Problem, layout: str, shard: Shard) -> torch.Tensor:
+    base = torch.tensor(problem.base, dtype=torch.float32 if problem.rounding == "none" else torch.bfloat16)
+    if layout == "full":
+        return base
+    columns = base[..., shard.start : shard.stop] if layout == "sharded" else base
+    width = columns.shape[-1]
+    padded = columns.new_full((*base.shape[:2], width + 5 if layout == "sharded" else -(-width // 8) * 8), math.nan)
+    padded[..., :width] = columns
+    return padded if layout == "sharded" else padded[..., :width]
+
+
+def check(problem: Problem, how: Walk, folder: Path) -> None:
+    """Two blocks on all ranks against the oracle: tokens, logits and offsets to the bit, log-sum-exps as promised, and
+    nothing written that isn't to be.
+    """
+    batch, gamma, vocab = problem.base.shape
+    shards = shard_bounds(vocab, how.world) if how.shards is None else list(how.shards)
+    head, ranks = head_of(problem), Ranks(how.world, how.gpu, folder)
+    valid = batch if how.valid is None else how.valid
+    sampled = problem.temperatures is not None
+    blocks = [
+        solve(replace(problem, offsets=problem.offsets + block * sampled), int8="int8" in how.plan)
+        for block in range(2)
+    ]
+
+    def walk(rank: int) -> None:
+        group, shard, max_batch = ThreadGroup(), shards[rank], how.max_batch or batch
+        buffers = PeerLogits(group, torch.device("cpu"))
+        context = ExecutorContext(
+            head=head,
+            w1=head.w1.contiguous(),
+            d2t=head.d2t,
+            shape=WalkShape(vocab, head.markov_rank, how.world),
+            shards=tuple(shards),
+            shard=shard,
+            group=group,
+            device=HostDevice("cpu"),  # type: ignore[arg-type]
+            max_batch=max_batch,
+            max_gamma=gamma,
+            rounding=problem.rounding,  # type: ignore[arg-type]
+            deadline=Deadline(600.0, 600.0),
+            peer_logits=buffers,
+        )
+        executor = EXECUTORS[how.plan](context)
+        assert bool(executor._placement.streamed_tiles) == how.streams
+        checker = InputChecker(
+            vocab, head.target_vocab_size, shard, max_batch, gamma, context.rounding, torch.device("cpu")
+        )
+        base, anchors = base_of(problem, how.base, shard), torch.tensor(problem.anchors)
+        temperatures = torch.tensor(problem.temperatures) if sampled else None
+        noise = noise_of(problem)
+        num_valid = None if how.valid is None else torch.tensor(how.valid, dtype=torch.int32)
+        columns = slice(None) if how.logits == "full" else slice(shard.start, shard.stop)
+        stored = np.arange(batch) < valid
+        if how.logits_rows == "sampled":
+            stored &= sampled and problem.temperatures > 0
+        logits = None
+        if how.logits != "none":
+            shape, dtype = (batch, gamma, checker.logits_width(how.logits)), checker.logits_dtype
+            logits = buffers.make(shape, dtype) if how.logits == "full" else torch.empty(shape, dtype=dtype)
+        for right in blocks:
+            tokens, lse = torch.full((batch, gamma), UNTOUCHED), torch.full((batch, gamma), float(UNTOUCHED))
+            if logits is not None:
+                logits.fill_(UNTOUCHED)
+            out = WalkOutput(tokens, logits, lse if how.lse else None)
+            executor.walk(
+                checker(base, anchors, temperatures, noise, how.logits, how.logits_rows, num_valid, out, how.lse)
+            )
+            assert_same(tokens[:valid], right.tokens[:valid])
+            assert bool((tokens[valid:] == UNTOUCHED).all())
+            if logits is not None:
+                assert_same(logits[stored], right.logits[stored][..., columns])
+                assert bool((logits[~stored] == UNTOUCHED).all())
+            if how.lse:
+                assert_log_sum_exp(lse[:valid], right.lse[:valid])
+            assert bool((lse[valid if how.lse else 0 :] == UNTOUCHED).all())
+        assert isinstance(noise.offset, torch.Tensor)
+        # One offset serves the whole batch, and is advanced whatever is valid.
+        advances = batch == 1 or np.arange(batch) < valid
+        assert_same(noise.offset, problem.offsets + 2 * sampled * advances)
+
+    ranks.each(walk)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of the oracle's and how it is walked. equals: thousands of contests instead, see `among_equals`."""
+
+    how: Walk
+    vocab: int
+    batch: int
+    gamma: int = 3
+    rounding: str = "engine"
+    rank: int = 256
+    draft: bool = False
+    sampled: bool = True
+    equals: bool = False
+
+    def problem(self, seed: int) -> Problem:
+        made = make_problem(
+            seed,
+            vocab=self.vocab,
+            rank=self.rank,
+            batch=self.batch,
+            gamma=self.gamma,
+            rounding=self.rounding,
+            draft=self.draft,
+            sampled=self.sampled,
+            specials=not self.equals,
+        )
+        return among_equals(made, seed) if self.equals else made
+
+
+def among_equals(problem: Problem, seed: int) -> Problem:
+    """No bias and two base logits, at temperatures from where noise alone decides to where its last bits do."""
+    kinds = np.array([1e-3, 1.0, 1e-7, 30.0, 0.02, np.inf, 1e-5, 0.0], np.float32)
+    shape = problem.base.shape
+    base = np.random.default_rng(seed).integers(0, 2, shape).astype(np.float32)
+    base[:, ::3] = 1.0
+    return replace(
+        problem, w2=np.zeros_like(problem.w2), base=base, temperatures=np.resize(np.roll(kinds, seed), shape[0])
+    )
+
+
+def tp(world: int, sms: int, shared_limit: int = HOPPER.shared_limit, **how: object) -> Walk:
+    return Walk("tp_bf16", world, Gpu(sms, shared_limit), **how)  # type: ignore[arg-type]
+
+
+def int8(world: int, sms: int, shared_limit: int = HOPPER.shared_limit, plan: str = "int8", **how: object) -> Walk:
+    return Walk(plan, world, Gpu(sms, shared_limit), **how)  # type: ignore[arg-type]
+
+
+# Neighbours share libraries: what is compiled in is columns by batch, tiles in registers (by vocabulary, SMs and r),
+# rounding, r, world, kind of logits, and whether temperatures are given.
+CASES = {
+    # One request posts, up to four are narrow.
+    "posts": Case(tp(2, 3), 595, 1, gamma=5),
+    "posts-equals": Case(tp(2, 3), 595, 1, gamma=8, equals=True),
+    "narrow": Case(tp(2, 3, base="aligned"), 640, 3, draft=True),
+    "narrow-equals": Case(tp(2, 3, base="sharded"), 701, 4, gamma=4, equals=True),
+    "narrow-empty-shard": Case(tp(2, 3, shards=(Shard(0, 0), Shard(0, 331))), 331, 2),
+    "narrow-uneven-shards": Case(tp(2, 3, shards=(Shard(0, 404), Shard(404, 417)), base="sharded"), 417, 4),
+    "narrow-one-id": Case(tp(2, 3), 1, 2),
+    "narrow-none-valid": Case(tp(2, 3, valid=0), 200, 4),
+    # Up to eight.
+    "wide": Case(tp(2, 2), 1003, 5, draft=True),
+    "wide-equals": Case(tp(2, 2, base="aligned"), 1024, 7, equals=True),
+    "wide-sampled-rows": Case(tp(2, 2, logits_rows="sampled", valid=6), 1003, 8),
+    # Two groups of columns, and groups of requests.
+    "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
+    "two-groups-equals": Case(tp(2, 3), 701, 11, rounding="once", equals=True),
+    "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
+    # fp32 logits: keys are exact.
+    "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
+    "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, rounding="none", equals=True),
+    "fp32-greedy": Case(tp(2, 2, logits="none", lse=False), 1100, 2, rounding="none", sampled=False),
+    # Tokens alone.
+    "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
+    "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
+    "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
+    # Half as many tiles in registers.
+    "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
+    "r512-streamed": Case(tp(1, 1, 150_000, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
+    # int8: four requests, eight in two groups of columns.
+    "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
+    "int8-equals": Case(int8(1, 1, logits="local"), 1003, 3, equals=True),
+    "int8-two-groups": Case(int8(1, 3, logits="local", base="aligned"), 640, 8, rounding="once"),
+    "int8-passes": Case(int8(1, 3, logits="local", valid=19), 601, 21, rounding="once", gamma=2),
+    "int8-spread": Case(int8(2, 2, base="sharded"), 417, 3, draft=True),
+    "int8-whole-rows": Case(int8(2, 2, logits="local", logits_rows="sampled"), 417, 4),
+    "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),
+    "split-whole-rows": Case(int8(2, 2, plan="int8_split", logits="none", valid=3), 417, 5),
+    "split-one-request": Case(int8(2, 2, plan="int8_split", logits="local"), 417, 1),
+    "int8-r512": Case(int8(1, 2, 30_000, streams=True, logits="none", lse=False), 600, 2, rank=512),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_walks_are_the_oracles(name: str, folder: Path) -> None:
+    case = CASES[name]
+    for seed in range(2):
+        check(case.problem(seed), case.how, folder)

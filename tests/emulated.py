@@ -48,6 +48,9 @@ INSTRUCTIONS = {
     "cp.async.bulk.shared": "emulate_bulk_load(target, source, bytes, barrier);",
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
+    # Of experiments/kernel_variants.py.
+    "st.shared.u32": "s.rows[0].unused = mixed;",
+    "ld.volatile.shared": "f = reinterpret_cast<uint4*>(s.best)[cta.warp];",
 }
 # And those that nothing stands for here: hints, fences, the int8 plan's MMA, and copies of logits into peers' memory.
 NOTHING = (

@@ -1,4 +1,5 @@
-"""Builds of the kernels that are not the production one: slower, stalled on purpose, or without a rule that they need.
+"""Builds of the kernels that are not the production one: slower, stalled on purpose, without a rule that they need, or
+without a part of their work.
 
 An edit replaces passages of csrc, which must be there, so that a variant can't silently become the production build.
 `use` makes this process compile from the edited sources; what is cached is named by their hash.
@@ -135,6 +136,225 @@ BROKEN: dict[str, tuple[Edit, ...]] = {
     ),
 }
 
+# ---- parts left out --------------------------------------------------------------------------------------------------
+# Their tokens are wrong, and never compared; waits keep their deadlines. Where a part made values that others need,
+# cheap ones that the compiler can't know take their place, and what would be thrown away unused is still waited for.
+
+_KEEP = """
+// Waits for values, which nobody reads.
+__device__ __forceinline__ void keep(const Smem& s, uint32_t mixed) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared_address(&s.rows[0].unused)), "r"(mixed) : "memory");
+}
+
+__device__ __forceinline__ void keep(const Smem& s, const Fragment (&weights)[kRegTiles][kSteps]) {
+    uint32_t mixed = 0;
+#pragma unroll
+    for (int i = 0; i < kRegTiles; ++i)
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) mixed ^= weights[i][k].x ^ weights[i][k].y ^ weights[i][k].z ^ weights[i][k].w;
+    keep(s, mixed);
+}
+
+"""
+_ADDED_TO_MULTIPLY = re.escape("// ---- from dot products to the best row ")
+_FIRST_WAIT = r" +if \(index == 0\) mbarrier_wait\(&s.control->weights_arrived, 0\);\n"
+
+_PRODUCT = """
+// Stands for the n-th dot product of a chunk: small, another one for each lane, chunk, pass and n.
+__device__ __forceinline__ Dot::Accumulator product(uint32_t seed, int n) {
+    const uint32_t bits = seed ^ (n * 0x9e3779b1u & 0xffffu);
+    if constexpr (TPW_INT8)
+        return static_cast<int32_t>(bits & 0x1ffffu);
+    else
+        return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ uint32_t product_seed(const Cta& cta, const Pass& pass, int slot) {
+    const uint32_t mixed = cta.lane * 0x85ebca6bu + pass.index * 0x9e3779b1u + slot * 0xc2b2ae35u;
+    return 0x3d000000u | (mixed & 0x7fffffu);
+}
+
+"""
+_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, {slot});
+#pragma unroll
+    for (int i = 0; i < {tiles}; ++i)
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) acc[i][group][j] = product(seed, (i * kColumnGroups + group) * 4 + j);
+"""
+
+# Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested.
+_BEST_ROW = """    if (cta.warp == 0 && (cta.lane >> 2) == 0) {
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
+                const uint32_t at = pass.step * 64 + pass.first_row + request;
+                const int row = __umulhi(at * 0x9e3779b1u, cta.rows) & ~1;
+                const float value = p.rank * 256 + cta.index;
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+                const float values[2] = {value, value - 1000.0f};
+                mine.best[group][which].add(values, row, cta);
+#else
+                mine.best[group][which].add_pair(pack_bf16(value, value - 1000.0f), row, cta);
+#endif
+            }
+    }
+"""
+_KEEP_PRODUCTS = """        uint32_t mixed = 0;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+            for (int group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    if constexpr (TPW_INT8)
+                        mixed ^= static_cast<uint32_t>(acc[i][group][j]);
+                    else
+                        mixed ^= __float_as_uint(acc[i][group][j]);
+                }
+        keep(s, mixed);
+        return;
+"""
+
+_KNOWN_WORD = """    // What all CTAs take for the winner of a row's step.
+    __device__ __forceinline__ u64 known_word(int step, int row) const {
+        const uint32_t id = __umulhi((step * 64 + row + 1) * 0x9e3779b1u, static_cast<uint32_t>(p.vocab_size));
+        return kCandidates ? make_candidate(ordered(1.0f), id, 0x3f80) : make_key(ordered(1.0f), id);
+    }
+
+"""
+# In the kernel a token's row of W1 is fetched into L2 while the exchange goes on.
+_PREFETCH_KNOWN = """        const int warps = cta.count * kServiceWarps;
+        for (int i = cta.index * kServiceWarps + warp; i < cta.batch * p.gamma; i += warps)
+            prefetch_u(known_word(i / cta.batch, i % cta.batch), lane);
+"""
+
+_KNOWN_U = """{
+#pragma unroll
+                    for (int v = 0; v < URow::kVectors; ++v) {
+                        const uint32_t word = 0x3d003d00u | ((previous * 0x9e3779b1u + lane + v) & 0x00ff00ffu);
+                        u[i].words[v] = make_uint4(word, word ^ 0x10001u, word ^ 0x20002u, word ^ 0x40004u);
+                    }
+                    u[i].scale = __uint_as_float(0x38000000u | (previous & 0xffu));
+                }
+"""
+
+# As noise does, they keep scores apart that would often be equal: a logit has 8 bits.
+_KNOWN_NOISE = """        const uint32_t id = p.shard_start + cta.first_row + row;
+        const float first = __uint_as_float(0x3f800000u | id * 0x9e3779b1u >> 9);
+#pragma unroll
+        for (int i = 0; i < 2 * kTiles; ++i) noise[i] = first + 0.25f * i;
+        return;
+"""
+
+# Registers that hold a zero each, which only the run knows; and one tile of shared memory, which all read.
+_ZEROS = """
+__device__ __forceinline__ Fragment zeros(const Smem& s, const Cta& cta) {
+    Fragment f;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(f.x), "=r"(f.y), "=r"(f.z), "=r"(f.w)
+                 : "r"(shared_address(reinterpret_cast<uint4*>(s.best) + cta.warp)) : "memory");
+    return f;
+}
+
+"""
+_ZERO_REGISTERS = """    if (cta.lane == 0) reinterpret_cast<uint4*>(s.best)[cta.warp] = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+"""
+_ZERO_TILE = """        if (p.smem_tiles > 0)
+            for (int i = thread; i < kTileBytes / 16; i += kServiceThreads)
+                reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
+"""
+
+PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
+    "no dot products",
+    "no base logits, rounding, best row",
+    "no exchange",
+    "no fetch of u",
+    "no noise",
+    "no load of W2",
+    "no steps",
+)
+LEFT_OUT: dict[str, tuple[Edit, ...]] = {
+    PRODUCTS: (
+        Edit("multiply.cuh", _ADDED_TO_MULTIPLY, (_KEEP + _PRODUCT) + r"\g<0>"),
+        Edit(
+            "multiply.cuh",
+            r"    // What k step `k` needs(?s:.*?)        __syncwarp\(\);\n    \}\n",
+            _PRODUCTS.format(slot="kFirst * 64 + shared_slot", tiles="kTiles"),
+        ),
+        Edit(
+            "multiply.cuh",
+            r"#pragma unroll\n    for \(int first = 0; first < kSteps; first \+= kAhead\)(?s:.*?)\n    \}\n",
+            _PRODUCTS.format(slot="shared_slot", tiles="1"),
+        ),
+        Edit("walk.cu", _FIRST_WAIT, r"\g<0>        if (index == 0) keep(s, weights);" + "\n"),
+    ),
+    ROWS: (
+        Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
+        Edit("multiply.cuh", r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
+        Edit("multiply.cuh", r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
+    ),
+    EXCHANGE: (
+        Edit("walk.cu", r" +__device__ [^\n]*void receive\(const Pass& pass, bool alive\)", _KNOWN_WORD + r"\g<0>"),
+        Edit(
+            "walk.cu",
+            r"if \(alive && !exchange\.collect<.*?\)\) fail\(\);",
+            "if (alive && warp == 0) key = known_word(pass.step, 0);",
+        ),
+        Edit(
+            "walk.cu",
+            r"if \(!exchange\.receive\(.*?\)\) return fail\(\);",
+            "if (active && lane % kAgreeingRanks == 0) key = known_word(pass.step, row);",
+        ),
+        Edit(
+            "walk.cu",
+            r"if \(!exchange\.aggregate\(.*?\)\) return fail\(\);",
+            "best = known_word(pass.step, row);",
+        ),
+        Edit("walk.cu", r" +exchange\.prefetch\([^\n]*\n", r"\g<0>" + _PREFETCH_KNOWN),
+    ),
+    U: (
+        Edit("walk.cu", r"u\[i\]\.load\([^\n]*\n", _KNOWN_U),
+        Edit("walk.cu", r"void prefetch_u\([^)]*\) const \{\n", r"\g<0>        return;" + "\n"),
+    ),
+    NOISE: (
+        Edit("cta.cuh", r"void draw_noise\([^)]*\) \{\n", r"\g<0>    return;" + "\n"),
+        Edit("multiply.cuh", r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
+    ),
+    W2: (
+        Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
+        Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
+        Edit("walk.cu", r"tile < tiles \? load_weights\(.*?\) : make_uint4\(0, 0, 0, 0\);", "zeros(s, cta);"),
+        Edit("walk.cu", r"(const int tiles = )passes\.count > 0 \? p\.smem_tiles : 0;", r"\g<1>0;"),
+        Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
+        Edit(
+            "multiply.cuh", r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"
+        ),
+        # A factor that is 0 and that the compiler doesn't know, or one load would serve several tiles.
+        Edit("multiply.cuh", r"\(i - kReg\) \* kMultiplyWarps \* kSteps", "(i - kReg) * (p.shares - 1)"),
+    ),
+    STEPS: (
+        Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
+        Edit(
+            "walk.cu",
+            r"    draw\(0\);\n",
+            "    mbarrier_wait(&s.control->weights_arrived, 0);\n    keep(s, weights);\n    return;\n" + r"\g<0>",
+        ),
+        Edit("walk.cu", r"index < min\(2, passes\.count\)", "index < 0"),
+        Edit("walk.cu", r" +for \(int index = 0; index < min\(lead\(\), passes\.count\); [^\n]*\n", ""),
+        Edit(
+            "walk.cu",
+            r" +exchange\.prefetch\([^\n]*\n",
+            "        if (cta.index == 0) finish();\n        return;\n" + r"\g<0>",
+        ),
+        Edit("walk.cu", r" +for \(int index = passes\.count - passes\.groups; [^\n]*\n", ""),
+    ),
+}
+
 
 def edited(name: str, folder: Path) -> Path:
     """Writes the variant's sources into `folder` and returns it.
@@ -143,7 +363,7 @@ def edited(name: str, folder: Path) -> Path:
         ValueError: an edit's pattern isn't in its file; the sources have changed, the edit must follow.
     """
     texts = {path.name: path.read_text() for path in jit.csrc_dir().iterdir() if path.is_file()}
-    for edit in {**VARIANTS, **BROKEN}[name]:
+    for edit in {**VARIANTS, **BROKEN, **LEFT_OUT}[name]:
         texts[edit.file], count = re.subn(edit.pattern, edit.new, texts[edit.file])
         if not count:
             raise ValueError(f"variant {name!r}: {edit.file} doesn't hold:\n{edit.pattern}")

@@ -51,6 +51,9 @@ INSTRUCTIONS = {
     "cp.async.bulk.wait": "emulate_await_bulk_stores();",
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
+    # Of experiments/kernel_variants.py.
+    "st.shared.u32": "s.rows[0].unused = mixed;",
+    "ld.volatile.shared": "f = reinterpret_cast<uint4*>(s.best)[cta.warp];",
 }
 # And those that nothing stands for here: hints and fences.
 NOTHING = (

@@ -198,6 +198,8 @@ class Builds:
             with mock.patch.dict(self._production, {key: [(launch, one.placement)]}):
                 walk()
                 ready = CapturedWork(walk)
+            # A graph knows its tensors by address alone.
+            self._kept = base, out, temperatures, noise
             ready()
             torch.cuda.synchronize(self._device)
             self.runtime.check()

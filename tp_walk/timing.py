@@ -195,6 +195,7 @@ class CapturedWork:
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._work = work  # holds the tensors that the graph reads and writes
         torch.cuda.synchronize()
         # By hand: torch.cuda.graph empties the allocator's cache first, and hundreds of graphs are made here.
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]

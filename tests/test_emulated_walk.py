@@ -175,13 +175,17 @@ class Case:
 
 
 def among_equals(problem: Problem, seed: int) -> Problem:
-    """No bias and two base logits, at temperatures from where noise alone decides to where its last bits do."""
-    kinds = np.array([1e-3, 1.0, 1e-7, 30.0, 0.02, np.inf, 1e-5, 0.0], np.float32)
-    shape = problem.base.shape
-    base = np.random.default_rng(seed).integers(0, 2, shape).astype(np.float32)
-    base[:, ::3] = 1.0
+    """No bias and two base logits a step, divided by temperatures at most of which scores have few bits behind the
+    point, and a product with 1 / T isn't the quotient: rounding, ids and the noise's last bits decide.
+    """
+    rng, shape = np.random.default_rng(seed), problem.base.shape
+    kinds = np.array([3e-5, 7e-4, 0.02, 1e-7, 3e-3, np.inf, 30.0, 0.0], np.float32)
+    base = rng.choice([3.0, 11.0, 77.0, 506.0], (*shape[:2], 1)) * rng.choice([1.0, 0.5], shape)
     return replace(
-        problem, w2=np.zeros_like(problem.w2), base=base, temperatures=np.resize(np.roll(kinds, seed), shape[0])
+        problem,
+        w2=np.zeros_like(problem.w2),
+        base=base.astype(np.float32),
+        temperatures=np.resize(np.roll(kinds, -seed), shape[0]),
     )
 
 
@@ -207,7 +211,7 @@ CASES = {
     "narrow-none-valid": Case(tp(2, 3, valid=0), 200, 4),
     # Up to eight.
     "wide": Case(tp(2, 2), 1003, 5, draft=True),
-    "wide-equals": Case(tp(2, 2, base="aligned"), 1024, 7, equals=True),
+    "wide-equals": Case(tp(2, 2, base="aligned"), 1024, 8, gamma=12, equals=True),
     "wide-sampled-rows": Case(tp(2, 2, logits_rows="sampled", valid=6), 1003, 8),
     # Two groups of columns, and groups of requests.
     "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
@@ -215,18 +219,20 @@ CASES = {
     "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
     # fp32 logits: keys are exact.
     "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
-    "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, rounding="none", equals=True),
+    "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, gamma=16, rounding="none", equals=True),
     "fp32-greedy": Case(tp(2, 2, logits="none", lse=False), 1100, 2, rounding="none", sampled=False),
     # Tokens alone.
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
     "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
+    # More CTAs than a warp has lanes.
+    "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),
     # Half as many tiles in registers.
     "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
     "r512-streamed": Case(tp(1, 1, 150_000, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
     # int8: four requests, eight in two groups of columns.
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
-    "int8-equals": Case(int8(1, 1, logits="local"), 1003, 3, equals=True),
+    "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),
     "int8-two-groups": Case(int8(1, 3, logits="local", base="aligned"), 640, 8, rounding="once"),
     "int8-passes": Case(int8(1, 3, logits="local", valid=19), 601, 21, rounding="once", gamma=2),
     "int8-spread": Case(int8(2, 2, base="sharded"), 417, 3, draft=True),

@@ -208,8 +208,8 @@ class ReferenceExecutor:
                 logits[:, step] = logit
             value = logit.float()
             if inputs.lse_out is not None:
-                scaled = value if draw is None else value / draw.divisor[:, None]
-                log_sums[:, step] = scaled.double().logsumexp(dim=-1)
+                scaled = value.double() if draw is None else value.double() / draw.divisor[:, None]
+                log_sums[:, step] = scaled.logsumexp(dim=-1)
             score = value if draw is None else draw.score(value, step, context.shard.start, context.shard.stop)
             drafted = key_id(pick(step, bias, score))
             previous = drafted if context.d2t is None else context.d2t[drafted]

@@ -72,7 +72,7 @@ struct Settle {
                 }
                 const uint64_t largest = max_over_lanes(exact, kLanes);
                 winner = max_over_lanes(exact == largest ? winner : 0, kLanes);
-                return sampled ? winner : best;
+                if (winner != 0) return winner;  // 0: a greedy row, or all of this one is masked; another row of the warp is contested
             }
         }
         return best;

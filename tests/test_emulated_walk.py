@@ -240,7 +240,7 @@ CASES = {
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),
     "split-whole-rows": Case(int8(2, 2, plan="int8_split", logits="none", valid=3), 417, 5),
     "split-one-request": Case(int8(2, 2, plan="int8_split", logits="local"), 417, 1),
-    "int8-r512": Case(int8(1, 2, 30_000, streams=True, logits="none", lse=False), 600, 2, rank=512),
+    "int8-r512": Case(int8(1, 2, 31_000, streams=True, logits="none", lse=False), 600, 2, rank=512),
 }
 
 

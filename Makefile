@@ -29,7 +29,7 @@ serve: $(READY)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(NPROC) launch/serve_walk.py $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest --ignore tests/gpu $(ARGS)
+	$(BIN)/python -m pytest --ignore tests/gpu --numprocesses auto --dist loadfile $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

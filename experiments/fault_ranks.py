@@ -178,6 +178,7 @@ def _serve(pipe: Connection, rank: int, prepare: Callable[[int], None]) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+            dist.barrier()  # or a rank that ends at once would break the connections of one that still makes them
             try:
                 result = live(Life(rank, world_size, pipe), case)
             finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 import tp_walk
 from tp_walk import MarkovHead, Noise, WalkRuntime
@@ -48,7 +49,7 @@ def test_what_was_not_asked_for_is_empty(runtime: WalkRuntime) -> None:
 def test_schema_and_fake_agree_with_the_implementation(runtime: WalkRuntime, logits: str) -> None:
     options = {"logits": logits, "lse": logits == "local"}
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.tp_walk.walk, arguments(runtime), options, test_utils=checks)
+    library.opcheck(torch.ops.tp_walk.walk, arguments(runtime), options, test_utils=checks)
 
 
 def test_it_compiles_into_one_graph(runtime: WalkRuntime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from tp_walk.config import LogitsMode, LogitsRows
 from tp_walk.noise import Noise
@@ -10,7 +11,7 @@ from tp_walk.runtime import open_runtime
 
 # The runtime goes by its handle, and outputs that weren't asked for are empty: a schema knows neither objects nor
 # optional results. The offset is marked as written, so that a compiler keeps walks in order.
-torch.library.define(
+library.define(
     "tp_walk::walk",
     "(int runtime, Tensor base_logits, Tensor anchors, Tensor? temperatures=None, Tensor? key=None, "
     "Tensor(a!)? offset=None, Tensor? rows=None, str? plan=None, str logits='none', str logits_rows='all', "
@@ -18,7 +19,7 @@ torch.library.define(
 )
 
 
-@torch.library.impl("tp_walk::walk", "CompositeExplicitAutograd")
+@library.impl("tp_walk::walk", "CompositeExplicitAutograd")
 def _walk(
     runtime: int,
     base_logits: torch.Tensor,
@@ -79,4 +80,4 @@ def _fake_walk(
     )
 
 
-torch.library.register_fake("tp_walk::walk", _fake_walk)
+library.register_fake("tp_walk::walk", _fake_walk)

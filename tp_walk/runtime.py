@@ -27,7 +27,6 @@ from tp_walk.selection import Selector, agree_on_selector, select_here
 from tp_walk.shard import Shard, check_shards, shard_bounds
 from tp_walk.watcher import Watcher
 
-_NOT_BUILT = "this version of tp_walk doesn't have it yet"
 _handles = itertools.count(1)
 _open: weakref.WeakValueDictionary[int, WalkRuntime] = weakref.WeakValueDictionary()
 
@@ -385,8 +384,6 @@ class WalkRuntime:
 
     def _build(self, name: str) -> PlanExecutor:
         def build() -> None:
-            if name not in EXECUTORS:
-                raise PlanUnavailableError(f"plan {name}: {_NOT_BUILT}")
             self._executors[name] = EXECUTORS[name](self._context)
 
         try:
@@ -411,7 +408,7 @@ class WalkRuntime:
             return self._refused[name]
         if is_taken_on_demand(name, self.device):
             return "takes its memory at its first walk"
-        return "not among this runtime's plans=" if name in EXECUTORS else _NOT_BUILT
+        return "not among this runtime's plans="
 
     def _plan(self, plan: Plan | str | None, reports: bool, size: tuple[int, int, bool, Layout]) -> Plan:
         if self._forced is not None:

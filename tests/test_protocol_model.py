@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 import pytest
+from exhaustive import ProtocolError, visit
 
 from tp_walk.mailbox import HEADER_PHASE
 
@@ -216,10 +217,6 @@ class Stored:
         return own or any(follower.is_seen(positions) for follower in self.followers)
 
 
-class ProtocolError(Exception):
-    """The protocol doesn't hold: a key is lost or stale, or everybody waits."""
-
-
 class Model:
     """A state is the position of each warp, and that is enough.
 
@@ -332,19 +329,11 @@ class Model:
         """Visits every reachable state and returns how many there are. Raises ProtocolError."""
         positions = [0] * len(self.programs)
         self.advance(positions)
-        start = tuple(positions)
-        visited, frontier = {start}, [start]
-        while frontier:
-            state = frontier.pop()
-            stuck = True
-            for after in self.successors(state):
-                stuck = False
-                if after not in visited:
-                    visited.add(after)
-                    frontier.append(after)
-            if stuck and any(position < len(p) for position, p in zip(state, self.programs, strict=True)):
-                raise ProtocolError(f"deadlock at {state}")
-        return len(visited)
+
+        def ended(state: tuple[int, ...]) -> bool:
+            return all(position == len(p) for position, p in zip(state, self.programs, strict=True))
+
+        return visit(tuple(positions), self.successors, ended)
 
 
 def all_passed(positions: Sequence[int], places: Sequence[tuple[int, int]]) -> bool:

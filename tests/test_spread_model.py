@@ -15,6 +15,7 @@ from itertools import product
 from typing import Literal
 
 import pytest
+from exhaustive import ProtocolError, visit
 
 RANKS = CTAS = 2
 
@@ -92,10 +93,6 @@ def program(variant: Variant, kinds: tuple[Kind, ...], splits: bool, rank: int, 
             yield Store((("token", peer),), block)
             yield Await((("token", rank),), block)
         yield LaunchEnd()
-
-
-class ProtocolError(Exception):
-    """The protocol doesn't hold."""
 
 
 @dataclass(frozen=True)
@@ -200,18 +197,11 @@ class Model:
         """Visits every reachable state and returns how many there are. Raises ProtocolError."""
         ctas = len(self.programs)
         start = self.advance(State((0,) * ctas, (frozenset(),) * ctas, frozenset(), frozenset()))
-        visited, frontier = {start}, [start]
-        while frontier:
-            state = frontier.pop()
-            stuck = True
-            for after in self.successors(state):
-                stuck = False
-                if after not in visited:
-                    visited.add(after)
-                    frontier.append(after)
-            if stuck and any(at < len(p) for at, p in zip(state.positions, self.programs, strict=True)):
-                raise ProtocolError(f"everybody waits at {state.positions}")
-        return len(visited)
+
+        def ended(state: State) -> bool:
+            return all(at == len(p) for at, p in zip(state.positions, self.programs, strict=True))
+
+        return visit(start, self.successors, ended)
 
 
 SAFE: list[tuple[tuple[Kind, ...], bool]] = [

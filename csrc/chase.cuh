@@ -17,6 +17,8 @@ constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
 constexpr int kTier = TPW_TIER;  // rows of W2 in shared memory
 constexpr int kRowBytes = TPW_RANK * 2 + 16;  // the pad spreads the rows of a fragment over the banks
 constexpr int kMaxEntries = TPW_MAX_ENTRIES;
+constexpr int kBins = TPW_BINS, kBinBits = 8, kLaneBins = kBins / kWarpSize;
+static_assert(kBins == 1 << kBinBits);
 
 // A token word's key: the token, or this bit and the step that wasn't certified.
 constexpr u64 kFailed = 1ull << 63;
@@ -27,7 +29,6 @@ struct ChaseControl {
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
     int32_t counters[2];  // rows of the first tier, entries of the second
-    int32_t sum[2];       // of count_entries: calls take turns
     int32_t failed;
 };
 
@@ -36,6 +37,7 @@ struct ChaseSmem {
     unsigned char* rows;        // [kTier] of W2
     unsigned char* u;           // [warp] a column of a B fragment
     ChaseControl* control;
+    int32_t* bins;              // [kBins] of `threshold`
     float* tier_base;           // [kTier]
     float* tier_noise;          // [kTier]
     uint32_t* tier_id;          // [kTier]
@@ -48,7 +50,8 @@ struct ChaseSmem {
         rows = start;
         u = rows + kTier * kRowBytes;
         control = reinterpret_cast<ChaseControl*>(u + kCertifyWarps * kColumnBytes);
-        tier_base = reinterpret_cast<float*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
+        bins = reinterpret_cast<int32_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
+        tier_base = reinterpret_cast<float*>(bins + kBins);
         tier_noise = tier_base + kTier;
         tier_id = reinterpret_cast<uint32_t*>(tier_noise + kTier);
         score = reinterpret_cast<int32_t*>(tier_id + kTier);
@@ -84,21 +87,15 @@ struct Chase {
 
     __device__ __forceinline__ int64_t target(uint32_t id) const { return p.walk.d2t ? p.walk.d2t[id] : static_cast<int64_t>(id); }
 
-    // The largest of a CTA's integers, on all threads. Ends with all warps past the barrier.
-    __device__ __forceinline__ int32_t cta_max(int32_t value, int32_t* scratch) const {
-        value = __reduce_max_sync(kFullWarp, value);
-        if (lane == 0) scratch[warp] = value;
-        __syncthreads();
-        return __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? scratch[lane] : kNothing);
-    }
-
     // The words of all ranks into shared memory. False when the walk has failed. `left_out`: the largest that any unit left out.
-    __device__ __forceinline__ bool gather(int entries, int32_t& largest, int32_t& left_out) const {
+    __device__ __forceinline__ bool gather(int32_t& largest, int32_t& left_out) const {
         const int words = TPW_WORLD_SIZE * p.units * kUnitWords;
         const char* list = p.lists[p.walk.rank] + list_offset(p, watch.block, step * p.walk.batch + batch_row, 0, 0);
         bool alive = true;
         int32_t best = kNothing, most = kNothing;
-        constexpr int kAhead = 4;  // loads in flight
+        // Loads in flight: all that a thread has, unless they are too many for its registers.
+        constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;
+        constexpr int kAhead = kThreadWords < 10 ? kThreadWords : 10;
         for (int first = thread; first < words && alive; first += kAhead * kCertifyThreads) {
             Word word[kAhead];
 #pragma unroll
@@ -129,40 +126,55 @@ struct Chase {
                 }
             }
         }
-        if (thread == 0) s.control->counters[0] = s.control->counters[1] = s.control->sum[0] = s.control->sum[1] = 0;
-        largest = cta_max(best, s.control->largest);
-        left_out = cta_max(most, s.control->left_out);
-        return !__syncthreads_or(!alive);
+        if (thread == 0) s.control->counters[0] = s.control->counters[1] = 0;
+        best = __reduce_max_sync(kFullWarp, best);
+        most = __reduce_max_sync(kFullWarp, most);
+        if (lane == 0) s.control->largest[warp] = best, s.control->left_out[warp] = most;
+        if (__syncthreads_or(!alive)) return false;
+        largest = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->largest[lane] : kNothing);
+        left_out = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->left_out[lane] : kNothing);
+        return true;
     }
 
-    // Entries with a score above. `turn` counts the calls.
-    __device__ __forceinline__ int count_entries(int entries, int32_t threshold, int turn) const {
-        int above = 0;
-        for (int entry = thread; entry < entries; entry += kCertifyThreads) above += s.score[entry] > threshold;
-        above = __reduce_add_sync(kFullWarp, above);
-        if (lane == 0 && above > 0) atomicAdd(&s.control->sum[turn & 1], above);
-        __syncthreads();
-        const int sum = s.control->sum[turn & 1];
-        __syncthreads();
-        if (thread == 0) s.control->sum[turn & 1] = 0;  // seen before the next call's barrier, and used again in the one after
-        return sum;
-    }
-
-    // A score that no more than kTier entries exceed, and not below `least`.
-    __device__ __forceinline__ int32_t first_tier(int entries, int32_t least, int32_t largest) const {
-        int turn = 0;
-        if (largest <= least || count_entries(entries, least, turn++) <= kTier) return least;
-        int32_t above = least, kept = largest;
-        int count = 0;
-        while (count < kTier / 2 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > 1) {
-            const int32_t middle = static_cast<int32_t>(static_cast<uint32_t>(above) + (static_cast<uint32_t>(kept) - static_cast<uint32_t>(above)) / 2);
-            const int found = count_entries(entries, middle, turn++);
-            if (found <= kTier)
-                kept = middle, count = found;
-            else
-                above = middle;
+    // A score, not below `least`, that no more than `most` entries exceed; and no fewer than three quarters as many, unless
+    // fewer exceed `least` or too many are equal. Bins halve the interval eight times a turn, and as a rule one turn is enough.
+    __device__ __forceinline__ int32_t threshold_of(int most, int entries, int32_t least, int32_t largest) const {
+        uint32_t above = least, width = largest > least ? static_cast<uint32_t>(largest) - above : 0;  // the scores in question
+        int count = 0;  // of entries beyond them
+        while (width > 0) {
+            for (int bin = thread; bin < kBins; bin += kCertifyThreads) s.bins[bin] = 0;
+            __syncthreads();
+            const int shift = max(32 - __clz(width - 1) - kBinBits, 0);
+            for (int entry = thread; entry < entries; entry += kCertifyThreads) {
+                const uint32_t distance = static_cast<uint32_t>(s.score[entry]) - above - 1;
+                if (s.score[entry] > static_cast<int32_t>(above) && distance < width) atomicAdd(&s.bins[distance >> shift], 1);
+            }
+            __syncthreads();
+            int own[kLaneBins], sum = 0;
+#pragma unroll
+            for (int i = 0; i < kLaneBins; ++i) sum += own[i] = s.bins[lane * kLaneBins + i];
+            __syncthreads();  // everyone has read the bins
+            int beyond = sum;  // after a scan: entries of the lanes from this one on
+#pragma unroll
+            for (int distance = 1; distance < kWarpSize; distance *= 2) {
+                const int other = __shfl_down_sync(kFullWarp, beyond, distance);
+                if (lane + distance < kWarpSize) beyond += other;
+            }
+            // Bins from the top as long as there is room: their number, and their entries.
+            int fits = count + beyond - sum, bins = 0, found = 0;
+#pragma unroll
+            for (int i = kLaneBins - 1; i >= 0; --i) {
+                fits += own[i];
+                if (fits <= most) ++bins, found = fits;
+            }
+            bins = __reduce_add_sync(kFullWarp, bins);
+            count = max(count, __reduce_max_sync(kFullWarp, found));
+            const uint32_t first = kBins - bins;  // of those bins
+            if (first == 0) return above;
+            above += (first - 1) << shift, width = 1u << shift;
+            if (shift == 0 || count * 4 >= most * 3) return above + width;
         }
-        return kept;
+        return least;
     }
 
     __device__ __forceinline__ float exact_noise(uint32_t id) const { return scoring.sampled() ? noise_stream(row, step).exact(id) : 0.0f; }
@@ -274,8 +286,8 @@ struct Chase {
     __device__ __forceinline__ bool run() const {
         const int entries = TPW_WORLD_SIZE * p.units * kList;
         int32_t largest, left_out;
-        if (!gather(entries, largest, left_out)) return false;
-        const int32_t threshold = first_tier(entries, left_out, largest);
+        if (!gather(largest, left_out)) return false;
+        const int32_t threshold = threshold_of(kTier, entries, left_out, largest);
         const int rows = load_tier(entries, threshold);
 
         u64 token;

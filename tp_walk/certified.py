@@ -32,6 +32,7 @@ LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
 MAX_VOCAB_SIZE = 1 << 20  # ids that a candidate's tag holds
 CHASE_CONTROL_BYTES = 320
+BINS = 256  # by score, in which a CTA looks for the best candidates
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
 # Chunks of a lane, by the largest batch that they are for. Small units keep longer lists in all, which cost a large
@@ -135,6 +136,7 @@ def certify_specialisations(
                 "TPW_MAX_ENTRIES": entries,
                 "TPW_CERTIFY_WARPS": WARPS,
                 "TPW_CHASE_CONTROL_BYTES": CHASE_CONTROL_BYTES,
+                "TPW_BINS": BINS,
                 "TPW_CERTIFY_PARAMS_BYTES": ctypes.sizeof(CertifyParams),
             }
             size = shared_bytes(tier, markov_rank, entries)
@@ -145,7 +147,7 @@ def certify_specialisations(
 def shared_bytes(tier: int, markov_rank: int, entries: int) -> int:
     """Of a CTA: `ChaseSmem` of csrc/chase.cuh."""
     rows = tier * (markov_rank * 2 + 16) + WARPS * (markov_rank * 2 + 32)
-    return rows + CHASE_CONTROL_BYTES + tier * 12 + entries * (12 + 2)
+    return rows + CHASE_CONTROL_BYTES + BINS * 4 + tier * 12 + entries * (12 + 2)
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:

@@ -233,6 +233,10 @@ template <typename T> T __shfl_up_sync(unsigned, T value, int distance) {
     const int lane = running->thread % 32;
     return show(value).of(lane < distance ? lane : lane - distance);
 }
+template <typename T> T __shfl_down_sync(unsigned, T value, int distance) {
+    const int lane = running->thread % 32;
+    return show(value).of(lane + distance >= 32 ? lane : lane + distance);
+}
 
 // ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -274,6 +278,7 @@ inline float __int2float_rn(int value) { return static_cast<float>(value); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 
 inline unsigned bf16_of(float value) {

@@ -1,10 +1,18 @@
-// The chase: one CTA takes one request's step, and passes the token on to the CTA of the next step.
+// The chase: one CTA takes one request's step.
 //
 // Whatever doesn't depend on the token comes first, for all steps at once, as each has its CTA: the candidates of all ranks,
-// the rows of W2 of the best of them (the first tier) in shared memory, their exact noise, and W1's rows for all tokens that
-// the step is likely to end with in L2. Then the token before arrives, and what remains is a row of W1, one dot product
-// and two reductions. If the best of the first tier isn't above the limit of the others, those that still could win are
-// scored as well (the second tier). All ranks do this on the same candidates, so they need no word from each other.
+// the rows of W2 of the best of them (the first tier) in shared memory, and their exact noise. And *transitions*: for each token
+// that the step before is likely to end with, by its own candidates alone, which token this step then ends with. They are
+// columns of the MMAs that score a single token, too. All CTAs tell their transitions to the others of the request, and each
+// follows them from the anchor to its own step: a look-up a step, with no word to anybody.
+//
+// A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The CTA of its step
+// then does what remains for this token alone: a row of W1, one dot product and two reductions; and if the best of the first
+// tier isn't above the limit of the others, those that still could win are scored as well (the second tier). Who follows the
+// transitions beyond that step waits for its token. All ranks do this on the same candidates, so they need no word from each other.
+//
+// The words of a step, all of this rank alone: its token, the tokens that it is likely to end with, and its transitions. All are
+// written in every block, in no order that matters, and read in the same launch.
 #pragma once
 
 #include "candidates.cuh"
@@ -17,27 +25,34 @@ constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
 constexpr int kTier = TPW_TIER;  // rows of W2 in shared memory
 constexpr int kRowBytes = TPW_RANK * 2 + 16;  // the pad spreads the rows of a fragment over the banks
 constexpr int kMaxEntries = TPW_MAX_ENTRIES;
-constexpr int kBins = TPW_BINS, kBinBits = 8, kLaneBins = kBins / kWarpSize;
-static_assert(kBins == 1 << kBinBits);
+constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions
+constexpr int kLikelyGroups = kLikely / kColumns;
+static_assert(kLikely == kWarpSize, "a lane a token");
+constexpr int kBinBits = 8, kBins = 1 << kBinBits, kLaneBins = kBins / kWarpSize;
 
 // A token word's key: the token, or this bit and the step that wasn't certified.
 constexpr u64 kFailed = 1ull << 63;
+
+// A likely token's key: the token, or this one. A transition's: {token before, token}; {kNoToken, 0} is none.
+constexpr uint32_t kNoToken = 0xffffffffu;
 
 struct ChaseControl {
     uint64_t block, expiry;
     uint64_t best[kCertifyWarps];
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
-    int32_t counters[2];  // rows of the first tier, entries of the second
+    int32_t counters[3];  // rows of the first tier, entries of the second, likely tokens
+    uint32_t likely[kLikely];
     int32_t failed;
 };
 
 // Shared memory in this order; the host half is certified.shared_bytes.
 struct ChaseSmem {
     unsigned char* rows;        // [kTier] of W2
-    unsigned char* u;           // [warp] a column of a B fragment
+    unsigned char* u;           // [kLikely] columns of B fragments; later one a warp
     ChaseControl* control;
-    int32_t* bins;              // [kBins] of `threshold`
+    uint64_t* keys;             // [warp][kLikely] the best after each likely token; before that, bins
+    uint64_t* transitions;      // [warp][kLikely] of as many steps
     float* tier_base;           // [kTier]
     float* tier_noise;          // [kTier]
     uint32_t* tier_id;          // [kTier]
@@ -49,9 +64,10 @@ struct ChaseSmem {
     __device__ __forceinline__ explicit ChaseSmem(unsigned char* start) {
         rows = start;
         u = rows + kTier * kRowBytes;
-        control = reinterpret_cast<ChaseControl*>(u + kCertifyWarps * kColumnBytes);
-        bins = reinterpret_cast<int32_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
-        tier_base = reinterpret_cast<float*>(bins + kBins);
+        control = reinterpret_cast<ChaseControl*>(u + kLikely * kColumnBytes);
+        keys = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
+        transitions = keys + kCertifyWarps * kLikely;
+        tier_base = reinterpret_cast<float*>(transitions + kCertifyWarps * kLikely);
         tier_noise = tier_base + kTier;
         tier_id = reinterpret_cast<uint32_t*>(tier_noise + kTier);
         score = reinterpret_cast<int32_t*>(tier_id + kTier);
@@ -60,18 +76,34 @@ struct ChaseSmem {
         second = reinterpret_cast<uint16_t*>(id + kMaxEntries);
     }
 
+    __device__ __forceinline__ int32_t* bins() const { return reinterpret_cast<int32_t*>(keys); }  // [kBins] of threshold_of
     __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }
 };
 static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
+static_assert(kBins * sizeof(int32_t) <= kCertifyWarps * kLikely * sizeof(uint64_t), "bins borrow the keys' place");
+static_assert(kCertifyWarps <= kLikely, "a warp has a column of u to itself");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 
-__device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) { return p.steps + (step * p.walk.batch + row) * TPW_WORD_BYTES; }
+__device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) {
+    return p.steps + (step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
+}
+__device__ __forceinline__ char* likely_word(const CertifyParams& p, int step, int row, int i) { return step_word(p, step, row) + (1 + i) * TPW_WORD_BYTES; }
+__device__ __forceinline__ char* transition_word(const CertifyParams& p, int step, int row, int i) { return likely_word(p, step, row, kLikely + i); }
+static_assert(TPW_STEP_WORDS == 1 + 2 * kLikely, "certified.STEP_WORDS");
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 __device__ __forceinline__ void copy_16(void* target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
 }
+
+// Where a lane finds its two rows of a tile.
+struct TileRows {
+    const unsigned char* of[2];
+};
+
+// Whether a key's score is above a limit.
+__device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
 
 struct Chase {
     const CertifyParams& p;
@@ -95,7 +127,7 @@ struct Chase {
         int32_t best = kNothing, most = kNothing;
         // Loads in flight: all that a thread has, unless they are too many for its registers.
         constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;
-        constexpr int kAhead = kThreadWords < 10 ? kThreadWords : 10;
+        constexpr int kAhead = kThreadWords < 5 ? kThreadWords : 5;
         for (int first = thread; first < words && alive; first += kAhead * kCertifyThreads) {
             Word word[kAhead];
 #pragma unroll
@@ -126,7 +158,7 @@ struct Chase {
                 }
             }
         }
-        if (thread == 0) s.control->counters[0] = s.control->counters[1] = 0;
+        if (thread == 0) s.control->counters[0] = s.control->counters[1] = s.control->counters[2] = 0;
         best = __reduce_max_sync(kFullWarp, best);
         most = __reduce_max_sync(kFullWarp, most);
         if (lane == 0) s.control->largest[warp] = best, s.control->left_out[warp] = most;
@@ -142,17 +174,17 @@ struct Chase {
         uint32_t above = least, width = largest > least ? static_cast<uint32_t>(largest) - above : 0;  // the scores in question
         int count = 0;  // of entries beyond them
         while (width > 0) {
-            for (int bin = thread; bin < kBins; bin += kCertifyThreads) s.bins[bin] = 0;
+            for (int bin = thread; bin < kBins; bin += kCertifyThreads) s.bins()[bin] = 0;
             __syncthreads();
             const int shift = max(32 - __clz(width - 1) - kBinBits, 0);
             for (int entry = thread; entry < entries; entry += kCertifyThreads) {
                 const uint32_t distance = static_cast<uint32_t>(s.score[entry]) - above - 1;
-                if (s.score[entry] > static_cast<int32_t>(above) && distance < width) atomicAdd(&s.bins[distance >> shift], 1);
+                if (s.score[entry] > static_cast<int32_t>(above) && distance < width) atomicAdd(&s.bins()[distance >> shift], 1);
             }
             __syncthreads();
             int own[kLaneBins], sum = 0;
 #pragma unroll
-            for (int i = 0; i < kLaneBins; ++i) sum += own[i] = s.bins[lane * kLaneBins + i];
+            for (int i = 0; i < kLaneBins; ++i) sum += own[i] = s.bins()[lane * kLaneBins + i];
             __syncthreads();  // everyone has read the bins
             int beyond = sum;  // after a scan: entries of the lanes from this one on
 #pragma unroll
@@ -179,59 +211,168 @@ struct Chase {
 
     __device__ __forceinline__ float exact_noise(uint32_t id) const { return scoring.sampled() ? noise_stream(row, step).exact(id) : 0.0f; }
 
-    // The entries above `threshold` become the first tier, with all that scoring them takes. Returns how many they are.
-    __device__ __forceinline__ int load_tier(int entries, int32_t threshold) const {
+    // What a step after `token` reads, into L2.
+    __device__ __forceinline__ void prefetch_token(int64_t token) const {
+        prefetch_l2(p.bounds + token);
+        for (int at = 0; at < TPW_RANK / 8; at += 8) prefetch_l2(p.walk.u_rows + token * (TPW_RANK / 8) + at);
+    }
+
+    // The entries above `threshold` become the first tier, with all that scoring them takes; its rows of W2 are then on their way.
+    // Those above `likely` are told to the next step. Returns how many rows.
+    __device__ __forceinline__ int load_tier(int entries, int32_t threshold, int32_t likely) const {
         for (int entry = thread; entry < entries; entry += kCertifyThreads) {
             if (s.score[entry] <= threshold) continue;
             const int slot = atomicAdd(&s.control->counters[0], 1);
             s.tier_base[slot] = s.base[entry];
             s.tier_id[slot] = s.id[entry];
+            if (s.score[entry] > likely) s.control->likely[atomicAdd(&s.control->counters[2], 1)] = static_cast<uint32_t>(target(s.id[entry]));
         }
         __syncthreads();
         const int rows = s.control->counters[0];
+        if (warp == 0 && step + 1 < p.walk.gamma)
+            store_word<Scope::gpu>(likely_word(p, step, batch_row, lane), lane < s.control->counters[2] ? s.control->likely[lane] : kNoToken, header_tag(watch.block));
         for (int slot = warp; slot < rows; slot += kCertifyWarps) {
             const unsigned char* source = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(s.tier_id[slot]) * TPW_RANK);
             for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + slot * kRowBytes + at, source + at);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
         for (int slot = thread; slot < rows; slot += kCertifyThreads) {
-            const int64_t token = target(s.tier_id[slot]);
-            prefetch_l2(p.bounds + token);
-            for (int at = 0; at < TPW_RANK / 8; at += 8) prefetch_l2(p.walk.u_rows + token * (TPW_RANK / 8) + at);
+            prefetch_token(target(s.tier_id[slot]));
             s.tier_noise[slot] = exact_noise(s.tier_id[slot]);
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
         return rows;
     }
 
-    // The token before this step, by each warp: the anchor, or what the CTA of that step passes on. False: the walk has failed.
-    __device__ __forceinline__ bool receive(u64& token) const {
+    __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
+
+    // u of the tokens that the step before is likely to end with. `before`: on every warp, the lane's of them. False: the walk has
+    // failed.
+    __device__ __forceinline__ bool load_likely(uint32_t& before) const {
+        u64 token = kNoToken;
+        const bool alive = await_word<Scope::gpu>(watch, likely_word(p, step - 1, batch_row, lane), header_tag(watch.block), step_site(), token);
+        before = static_cast<uint32_t>(token);
+        __syncwarp();
+        constexpr int kWarpColumns = kLikely / kCertifyWarps;
+        URow u[kWarpColumns];
+#pragma unroll
+        for (int i = 0; i < kWarpColumns; ++i) {
+            const uint32_t of = __shfl_sync(kFullWarp, before, warp + i * kCertifyWarps);
+            u[i].load(p.walk.u_rows + clamped(p.walk, of) * (TPW_RANK / 8), nullptr, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kWarpColumns; ++i) u[i].store(s.u + (warp + i * kCertifyWarps) * kColumnBytes, nullptr, 0, lane);
+        return __all_sync(kFullWarp, alive);
+    }
+
+    // The transitions of all likely tokens, told to the CTAs of the request.
+    __device__ __forceinline__ void tell_transitions(int rows, int32_t threshold, uint32_t before) const {
+        uint64_t best[2 * kLikelyGroups] = {};  // of the lane's columns
+        const unsigned char* b = s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8;
+        for (int tile = warp; tile * kTileRows < rows; tile += kCertifyWarps) {
+            const int first = tile * kTileRows + lane / 4;
+            Dot::Accumulator acc[kLikelyGroups][4] = {};
+            multiply_tile<kLikelyGroups>(b, tier_rows(first, rows), acc);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int slot = first + 8 * half;
+                if (slot >= rows) continue;
+                const float base = s.tier_base[slot], noise = s.tier_noise[slot];
+                const uint32_t id = s.tier_id[slot];
+#pragma unroll
+                for (int i = 0; i < 2 * kLikelyGroups; ++i) best[i] = max(best[i], make_key(scoring.score(base, acc[i / 2][2 * half + i % 2], noise), id));
+            }
+        }
+        // The eight lanes that have the same eight columns: each is left with the best of one.
+        static_assert(2 * kLikelyGroups == kColumns);
+#pragma unroll
+        for (int left = kLikelyGroups, distance = kWarpSize / 2; left >= 1; left /= 2, distance /= 2)
+#pragma unroll
+            for (int i = 0; i < left; ++i) {
+                const bool upper = lane & distance;
+                const uint64_t other = __shfl_xor_sync(kFullWarp, upper ? best[i] : best[i + left], distance);
+                best[i] = max(upper ? best[i + left] : best[i], other);
+            }
+        const int own = lane >> 2, column = own / 2 * kColumns + 2 * (lane & 3) + own % 2;
+        s.keys[warp * kLikely + column] = best[0];
+        __syncthreads();
+        if (warp != 0) return;
+        uint64_t key = 0;
+#pragma unroll
+        for (int of = 0; of < kCertifyWarps; ++of) key = max(key, s.keys[of * kLikely + lane]);
+        u64 transition = static_cast<u64>(kNoToken) << 32;
+        if (before != kNoToken && is_above(key, scoring.limit(threshold, __ldg(p.bounds + before))))
+            transition = static_cast<u64>(before) << 32 | static_cast<u64>(target(key_id(key)));
+        store_word<Scope::gpu>(transition_word(p, step, batch_row, lane), transition, header_tag(watch.block));
+    }
+
+    // From the anchor to this step, by each warp: the token before, and the step's own where it has a transition. False: the walk
+    // has failed.
+    __device__ __forceinline__ bool follow(u64& token, u64& next) const {
         token = row.previous;
+        next = kNoToken;
         if (step == 0) return true;
-        bool alive = true;
-        if (lane == 0) alive = await_word<Scope::gpu>(watch, step_word(p, step - 1, batch_row), header_tag(watch.block), {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}, token);
+        bool alive = await_token(0, true, token);
+        for (int first = 1; first <= step; first += kCertifyWarps) {
+            u64 word = 0;
+            if (first + warp <= step)
+                alive &= await_word<Scope::gpu>(watch, transition_word(p, first + warp, batch_row, lane), header_tag(watch.block), step_site(), word);
+            if (first > 1) __syncthreads();  // everyone has followed those before
+            s.transitions[warp * kLikely + lane] = word;
+            alive &= __syncthreads_and(alive);
+            for (int at = first; at < min(first + kCertifyWarps, step + 1); ++at) {
+                const u64 transition = s.transitions[(at - first) * kLikely + lane];
+                const uint32_t found = __ballot_sync(kFullWarp, transition >> 32 == token);
+                const u64 to = found ? __shfl_sync(kFullWarp, transition & 0xffffffffu, __ffs(found) - 1) : u64(kNoToken);
+                if (at == step)
+                    next = to;
+                else if (found)
+                    token = to;
+                else if (!(token & kFailed))
+                    alive = await_token(at, alive, token);
+            }
+        }
+        return alive;
+    }
+
+    // The token of an earlier step that has no transition, from its CTA; by a whole warp.
+    __device__ __forceinline__ bool await_token(int of, bool alive, u64& token) const {
+        if (lane == 0 && alive) alive = await_word<Scope::gpu>(watch, step_word(p, of, batch_row), header_tag(watch.block), step_site(), token);
         token = __shfl_sync(kFullWarp, token, 0);
         return __all_sync(kFullWarp, alive);
     }
 
-    // The best key of 16 rows, by one warp. `rows[half]`: where this lane finds its rows g and g + 8 of the tile. `dot` of
-    // row g + 8 * half is handed to `key(half, dot)` by the lanes whose number in the row's four is `half`.
-    template <typename Key>
-    __device__ __forceinline__ uint64_t score_tile(const unsigned char* u, const unsigned char* const (&rows)[2], const Key& key) const {
-        Dot::Accumulator acc[4] = {};
-        const unsigned char* b = u + (lane & 3) * 8;
+    // Of 16 rows with columns of B, by one warp. `rows[half]`: where this lane finds its rows g and g + 8 of the tile. b: where it
+    // finds its column of the first group.
+    template <int kGroups>
+    __device__ __forceinline__ void multiply_tile(const unsigned char* b, const TileRows& rows, Dot::Accumulator (&acc)[kGroups][4]) const {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Fragment a;
-            a.x = *reinterpret_cast<const uint32_t*>(rows[0] + k * 32);
-            a.y = *reinterpret_cast<const uint32_t*>(rows[1] + k * 32);
-            a.z = *reinterpret_cast<const uint32_t*>(rows[0] + k * 32 + 16);
-            a.w = *reinterpret_cast<const uint32_t*>(rows[1] + k * 32 + 16);
-            Dot::mma(acc, a, *reinterpret_cast<const uint2*>(b + k * 32));
+            a.x = *reinterpret_cast<const uint32_t*>(rows.of[0] + k * 32);
+            a.y = *reinterpret_cast<const uint32_t*>(rows.of[1] + k * 32);
+            a.z = *reinterpret_cast<const uint32_t*>(rows.of[0] + k * 32 + 16);
+            a.w = *reinterpret_cast<const uint32_t*>(rows.of[1] + k * 32 + 16);
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) Dot::mma(acc[group], a, *reinterpret_cast<const uint2*>(b + group * kUBytes + k * 32));
         }
+    }
+
+    // Of the first tier, those of which the first is `first`.
+    __device__ __forceinline__ TileRows tier_rows(int first, int rows) const {
+        TileRows found;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) found.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
+        return found;
+    }
+
+    // The best key of 16 rows after the token of `u`. `dot` of row g + 8 * half is handed to `key(half, dot)` by the lanes whose
+    // number in the row's four is `half`.
+    template <typename Key>
+    __device__ __forceinline__ uint64_t score_tile(const unsigned char* u, const TileRows& rows, const Key& key) const {
+        Dot::Accumulator acc[1][4] = {};
+        multiply_tile<1>(u + (lane & 3) * 8, rows, acc);
         const int half = lane & 3;
-        return half < 2 ? key(half, half == 0 ? acc[0] : acc[2]) : 0;
+        return half < 2 ? key(half, half == 0 ? acc[0][0] : acc[0][2]) : 0;
     }
 
     __device__ __forceinline__ uint64_t cta_best(uint64_t key) const {
@@ -245,10 +386,7 @@ struct Chase {
         uint64_t best = 0;
         for (int tile = warp; tile * kTileRows < rows; tile += kCertifyWarps) {
             const int first = tile * kTileRows + lane / 4;
-            const unsigned char* sources[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) sources[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
-            best = max(best, score_tile(u, sources, [&](int half, float dot) -> uint64_t {
+            best = max(best, score_tile(u, tier_rows(first, rows), [&](int half, float dot) -> uint64_t {
                            const int slot = first + 8 * half;
                            return slot < rows ? make_key(scoring.score(s.tier_base[slot], dot, s.tier_noise[slot]), s.tier_id[slot]) : 0;
                        }));
@@ -267,11 +405,11 @@ struct Chase {
         uint64_t found = 0;
         for (int tile = warp; tile * kTileRows < count; tile += kCertifyWarps) {
             const int first = tile * kTileRows + lane / 4;
-            const unsigned char* sources[2];
+            TileRows sources;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32_t id = s.id[s.second[min(first + 8 * half, count - 1)]];
-                sources[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(id) * TPW_RANK) + (lane & 3) * 4;
+                sources.of[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(id) * TPW_RANK) + (lane & 3) * 4;
             }
             found = max(found, score_tile(u, sources, [&](int half, float dot) -> uint64_t {
                             if (first + 8 * half >= count) return 0;
@@ -285,48 +423,57 @@ struct Chase {
     // True unless the walk has failed.
     __device__ __forceinline__ bool run() const {
         const int entries = TPW_WORLD_SIZE * p.units * kList;
+        if (step == 0 && thread == 0) prefetch_token(row.previous);
         int32_t largest, left_out;
         if (!gather(largest, left_out)) return false;
         const int32_t threshold = threshold_of(kTier, entries, left_out, largest);
-        const int rows = load_tier(entries, threshold);
-
-        u64 token;
-        const bool alive = receive(token);
-        uint64_t key = 0;
-        unsigned char* u = s.u + warp * kColumnBytes;
-        float bound = 0.0f;
-        if (alive && !(token & kFailed)) {
-            const int64_t previous = clamped(p.walk, static_cast<int64_t>(token));
-            bound = __ldg(p.bounds + previous);
-            URow u_row;
-            u_row.load(p.walk.u_rows + previous * (TPW_RANK / 8), nullptr, lane);
-            u_row.store(u, nullptr, 0, lane);
-            __syncwarp();
-            key = score_first(u, rows);
-        }
+        const int rows = load_tier(entries, threshold, threshold_of(kLikely, entries, threshold, largest));
+        uint32_t before = kNoToken;
+        bool alive = step == 0 || load_likely(before);
+        asm volatile("cp.async.wait_all;" ::: "memory");
         if (__syncthreads_or(!alive)) return false;
-        if (token & kFailed) {
-            if (thread == 0) store_word<Scope::gpu>(step_word(p, step, batch_row), token, header_tag(watch.block));
-            return true;
+        if (step > 0) tell_transitions(rows, threshold, before);
+
+        u64 token, next;
+        alive = follow(token, next);
+        if (__syncthreads_or(!alive)) return false;
+        if (next != kNoToken) {
+            finish(next, true, rows);
+        } else if (token & kFailed) {
+            finish(token, false, 0);
+        } else {
+            score(token, entries, rows, left_out, threshold);
         }
+        return true;
+    }
+
+    // The step after a token that has no transition.
+    __device__ __forceinline__ void score(u64 token, int entries, int rows, int32_t left_out, int32_t threshold) const {
+        const int64_t previous = clamped(p.walk, static_cast<int64_t>(token));
+        const float bound = __ldg(p.bounds + previous);
+        unsigned char* u = s.u + warp * kColumnBytes;
+        URow u_row;
+        u_row.load(p.walk.u_rows + previous * (TPW_RANK / 8), nullptr, lane);
+        u_row.store(u, nullptr, 0, lane);
+        __syncwarp();
+        uint64_t key = score_first(u, rows);
         uint64_t best = cta_best(key);
-        const auto is_above = [&](int32_t limit) { return best != 0 && static_cast<int32_t>(static_cast<uint32_t>(best >> 32) ^ 0x80000000u) > limit; };
         int scored = rows;
-        if (threshold > left_out && !is_above(scoring.limit(threshold, bound))) {
-            const int32_t known = best == 0 ? kNothing : static_cast<int32_t>(static_cast<uint32_t>(best >> 32) ^ 0x80000000u);
-            key = max(key, score_second(u, entries, left_out, threshold, known, bound));
+        if (threshold > left_out && !is_above(best, scoring.limit(threshold, bound))) {
+            key = max(key, score_second(u, entries, left_out, threshold, key_value(best), bound));
             __syncthreads();  // everyone has read the warps' best of the first tier
             best = cta_best(key);
             scored += s.control->counters[1];
         }
-        if (thread == 0) {
-            const bool certified = is_above(scoring.limit(left_out, bound));
-            const u64 next = certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step);
-            store_word<Scope::gpu>(step_word(p, step, batch_row), next, header_tag(watch.block));
-            count(Count::certified_steps, certified);
-            count(Count::candidates_scored, scored);
-        }
-        return true;
+        const bool certified = is_above(best, scoring.limit(left_out, bound));
+        finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), certified, scored);
+    }
+
+    __device__ __forceinline__ void finish(u64 token, bool certified, int scored) const {
+        if (thread != 0) return;
+        store_word<Scope::gpu>(step_word(p, step, batch_row), token, header_tag(watch.block));
+        count(Count::certified_steps, certified);
+        count(Count::candidates_scored, scored);
     }
 
     __device__ __forceinline__ void count(Count what, int more) const {

@@ -87,7 +87,7 @@ class World:
         )
         self._list_words = BATCH * GAMMA * world * self._certify.units * (certified.LIST + 1)
         num_bytes = MailboxLayout(world, BATCH, GRID).num_bytes
-        list_bytes = (2 * self._list_words + BATCH * GAMMA) * WORD_BYTES
+        list_bytes = (2 * self._list_words + BATCH * GAMMA * certified.STEP_WORDS) * WORD_BYTES
         self.ranks = [Rank(zeros(num_bytes), zeros(num_bytes), zeros(list_bytes)) for _ in range(world)]
         for rank in self.ranks:
             rank.mailbox[:2] = rank.walk_mailbox[:2] = 1  # the block to come, and the first
@@ -215,13 +215,19 @@ def test_a_vocabulary_that_the_lists_hold(folder: Path) -> None:
     assert counts["certified_steps"] == counts["steps"]
 
 
+def sure_at_first(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+    """Nothing is known of what follows a token that is: the next step has transitions from it alone."""
+    base.div_(64)[:, 0, 3] = 40.0
+
+
 @pytest.mark.parametrize(
     ("spoil", "sampled", "rule", "broken"),
     [
-        (ties, False, "0x80000000u) > limit; };", "0x80000000u) >= limit; };"),
+        (ties, False, "key_value(key) > limit; }", "key_value(key) >= limit; }"),
+        (sure_at_first, False, "scoring.limit(threshold, __ldg(p.bounds + before))", "kNothing"),
         (rounded_up, True, "1.0f - 0x1p-8f : 1.0f + 0x1p-8f", "1.0f : 1.0f"),
     ],
-    ids=["ties", "no slack"],
+    ids=["ties", "transitions that nothing bounds", "no slack"],
 )
 def test_a_broken_rule_is_noticed(
     spoil: Spoiler, sampled: bool, rule: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

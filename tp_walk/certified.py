@@ -31,8 +31,10 @@ WARPS = 16
 LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
 MAX_VOCAB_SIZE = 1 << 20  # ids that a candidate's tag holds
-CHASE_CONTROL_BYTES = 320
-BINS = 256  # by score, in which a CTA looks for the best candidates
+CHASE_CONTROL_BYTES = 448
+# Tokens that a step is likely to end with, for which the next one works out what follows them: a lane each.
+LIKELY = 32
+STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
 # Chunks of a lane, by the largest batch that they are for. Small units keep longer lists in all, which cost a large
@@ -136,7 +138,8 @@ def certify_specialisations(
                 "TPW_MAX_ENTRIES": entries,
                 "TPW_CERTIFY_WARPS": WARPS,
                 "TPW_CHASE_CONTROL_BYTES": CHASE_CONTROL_BYTES,
-                "TPW_BINS": BINS,
+                "TPW_LIKELY": LIKELY,
+                "TPW_STEP_WORDS": STEP_WORDS,
                 "TPW_CERTIFY_PARAMS_BYTES": ctypes.sizeof(CertifyParams),
             }
             size = shared_bytes(tier, markov_rank, entries)
@@ -146,8 +149,8 @@ def certify_specialisations(
 
 def shared_bytes(tier: int, markov_rank: int, entries: int) -> int:
     """Of a CTA: `ChaseSmem` of csrc/chase.cuh."""
-    rows = tier * (markov_rank * 2 + 16) + WARPS * (markov_rank * 2 + 32)
-    return rows + CHASE_CONTROL_BYTES + BINS * 4 + tier * 12 + entries * (12 + 2)
+    rows = tier * (markov_rank * 2 + 16) + LIKELY * (markov_rank * 2 + 32)
+    return rows + CHASE_CONTROL_BYTES + 2 * WARPS * LIKELY * 8 + tier * 12 + entries * (12 + 2)
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:
@@ -248,7 +251,7 @@ class CertifiedExecutor:
         layout = MailboxLayout(world_size, context.max_batch, grid)
         self._mailboxes = PeerMailboxes(group, layout, device)
         self._closing.append(self._mailboxes)
-        step_bytes = context.max_batch * context.max_gamma * WORD_BYTES
+        step_bytes = context.max_batch * context.max_gamma * STEP_WORDS * WORD_BYTES
         self._lists = PeerBuffer(group, list_bytes + step_bytes, device)
         self._closing.append(self._lists)
 

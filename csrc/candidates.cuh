@@ -4,10 +4,11 @@
 // likely tokens are neighbours. Each unit keeps its own best, up to TPW_LIST ids, with no word to any other: any set of ids is
 // sound, as long as the largest score of those left out is told (tp_walk/certify.py). Which of them is best nobody needs to know.
 //
-// A candidate is one word of mailbox.cuh: key = {ordered score, base logit}, tag = {block, id}; after a unit's TPW_LIST of them
-// comes one whose score is the largest that was left out. Every word of a unit is written in every block, so that nothing is
-// ever reset, and each carries its block, so that none needs another's ordering. Two block parities take turns, for the reason
-// that mailbox.cuh gives for headers: a rank enters block n + 2 once every peer's launch n is complete.
+// A unit's TPW_LIST candidates, and after them the largest score that was left out, are sent in words of mailbox.cuh, as many to
+// a word as have room beside the block's number: links and the gathering CTA have that much less to do. Every word of a unit is
+// written in every block, so that nothing is ever reset, and each carries its block, so that none needs another's ordering. Two
+// block parities take turns, for the reason that mailbox.cuh gives for headers: a rank enters block n + 2 once every peer's
+// launch n is complete.
 #pragma once
 
 #include "certify_params.cuh"
@@ -17,10 +18,13 @@
 namespace tpw {
 
 constexpr int kList = TPW_LIST;
-constexpr int kUnitWords = kList + 1;
+constexpr int kWordCandidates = TPW_BASE_FP32 ? 1 : TPW_SAMPLED ? 2 : 3;
+constexpr int kUnitWords = TPW_UNIT_WORDS;
+constexpr int kSlots = kUnitWords * kWordCandidates;
+static_assert(kSlots > kList && kSlots - kWordCandidates <= kList, "a list, and what was left out");
 constexpr int kChunkIds = 16;
 constexpr int kChunks = TPW_CHUNKS;  // of a lane
-constexpr int kIdBits = 20;
+static_assert(kChunks * kWarpSize * kChunkIds <= 1 << 16, "a place in a unit has 16 bits");
 static_assert(kList == kWarpSize, "a lane a candidate");
 
 // Of a step of the block. pair = step * batch + row.
@@ -29,9 +33,7 @@ __device__ __forceinline__ u32 list_offset(const CertifyParams& p, u64 block, in
     return words * TPW_WORD_BYTES;
 }
 
-__device__ __forceinline__ u64 candidate_tag(u64 block, u32 id) { return block << kIdBits | id; }
-__device__ __forceinline__ bool is_of_block(u64 tag, u64 block) { return tag >> kIdBits == (block & (~0ull >> kIdBits)); }
-__device__ __forceinline__ u32 tag_id(u64 tag) { return u32(tag) & ((1u << kIdBits) - 1); }
+__device__ __forceinline__ bool is_of_block(const Word& word, u64 block) { return u32(word.tag >> 32) == u32(block); }
 
 // ---- scores and their limit: the device half of tp_walk/certify.py, which proves them ----------------------------------
 
@@ -81,12 +83,64 @@ struct Scoring {
     }
 };
 
+// ---- words -------------------------------------------------------------------------------------------------------------
+// 32 bits a candidate, {score, place}, to which a sampled one adds 16 of its base logit; or one with all bits of an fp32 logit.
+// 16 bits of a score will do. A greedy one is a bf16, and has no more. A sampled one is rounded up, by less than a bf16's unit:
+// all that a selection score has to be is large enough.
+
+// place: of the id in its unit.
+struct Candidate {
+    int32_t score;
+    uint32_t place;
+    float base;
+};
+
+constexpr uint32_t kNoScore = static_cast<uint32_t>(kNothing) >> 16;
+
+__device__ __forceinline__ uint32_t round_score(int32_t score) { return static_cast<uint32_t>(score) >> 16; }
+
+__device__ __forceinline__ int32_t unround_score(uint32_t upper, bool sampled) {
+    if (upper == kNoScore) return kNothing;
+    const int32_t score = upper << 16 | (sampled || upper >> 15 ? 0xffff : 0);
+    return sampled ? score : ordered(from_ordered(score));  // of a NaN, whose lower bits are ones
+}
+
+__device__ __forceinline__ Word pack(const Candidate (&candidates)[kWordCandidates], u64 block) {
+    uint32_t parts[3] = {};
+    if constexpr (kWordCandidates == 1) {
+        parts[0] = candidates[0].score, parts[1] = __float_as_uint(candidates[0].base), parts[2] = candidates[0].place;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kWordCandidates; ++i) {
+            parts[i] = round_score(candidates[i].score) << 16 | candidates[i].place;
+            if (kWordCandidates == 2) parts[2] |= __float_as_uint(candidates[i].base) >> 16 << 16 * i;
+        }
+    }
+    return {static_cast<u64>(parts[1]) << 32 | parts[0], block << 32 | parts[2]};
+}
+
+__device__ __forceinline__ void unpack(const Word& word, bool sampled, Candidate (&candidates)[kWordCandidates]) {
+    const uint32_t parts[3] = {static_cast<uint32_t>(word.key), static_cast<uint32_t>(word.key >> 32), static_cast<uint32_t>(word.tag)};
+    if constexpr (kWordCandidates == 1) {
+        candidates[0] = {static_cast<int32_t>(parts[0]), parts[2], __uint_as_float(parts[1])};
+    } else {
+#pragma unroll
+        for (int i = 0; i < kWordCandidates; ++i) {
+            const int32_t score = unround_score(parts[i] >> 16, sampled);
+            const float base = kWordCandidates == 2 ? __uint_as_float(parts[2] >> 16 * i << 16) : from_ordered(score);
+            candidates[i] = {score, parts[i] & 0xffff, base};
+        }
+    }
+}
+
+__device__ __forceinline__ int column_of(int place, int unit, int units) { return (place / kChunkIds * units + unit) * kChunkIds + place % kChunkIds; }
+
 // ---- choosing ----------------------------------------------------------------------------------------------------------
 
 // A warp's own, in shared memory.
 struct Chosen {
-    int32_t score[kList];
-    uint32_t column[kList];  // of this rank's
+    int32_t score[kSlots];
+    uint16_t place[kSlots];
 };
 
 // Lane's 16 ids of one chunk as selection scores; kNothing where there is no id.
@@ -115,7 +169,8 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, const BaseLogit*
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const bool exists = column + first + quad + i < p.shard_width;
-                scores[first + quad + i] = exists ? scoring.selection(base_to_float(values[quad + i]), drawn[i]) : kNothing;
+                const int32_t score = exists ? scoring.selection(base_to_float(values[quad + i]), drawn[i]) : kNothing;
+                scores[first + quad + i] = kWordCandidates == 2 ? unround_score(round_score(score), scoring.sampled()) : score;
             }
         }
     }
@@ -156,7 +211,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         const int all = count_above(kNothing);
         if (all <= kList) kept = kNothing, count = all;
     }
-    constexpr uint32_t kGap = kSampled || TPW_BASE_FP32 ? 1 : 0xffff;  // between two bf16 values lies no third
+    constexpr uint32_t kGap = kWordCandidates == 1 ? 1 : 0xffff;  // between two scores of 16 bits lies no third
     while (kept != kNothing && count < kList - kList / 16 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > kGap) {
         const int32_t middle = static_cast<int32_t>(static_cast<uint32_t>(above) + (static_cast<uint32_t>(kept) - static_cast<uint32_t>(above)) / 2);
         const int found = count_above(middle);
@@ -184,7 +239,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
     }
     slot -= own;
     __syncwarp();
-    chosen.score[lane] = kNothing;
+    for (int at = lane; at < kSlots; at += kWarpSize) chosen.score[at] = at == kList ? left_out : kNothing, chosen.place[at] = 0;
     __syncwarp();
     if (own > 0) {
 #pragma unroll
@@ -193,21 +248,26 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             for (int j = 0; j < kChunkIds; ++j)
                 if (scores[i][j] > kept) {
                     chosen.score[slot] = scores[i][j];
-                    chosen.column[slot] = ((i * kWarpSize + lane) * p.units + unit) * kChunkIds + j;
+                    chosen.place[slot] = (i * kWarpSize + lane) * kChunkIds + j;
                     ++slot;
                 }
     }
     __syncwarp();
-    const int32_t score = chosen.score[lane];
-    const uint32_t column = score == kNothing ? 0 : chosen.column[lane];
-    const uint32_t base_bits = score == kNothing ? 0 : __float_as_uint(base_to_float(base[column]));
-    const u64 key = static_cast<u64>(static_cast<uint32_t>(score)) << 32 | base_bits;
     const u32 at = list_offset(p, block, pair, walk.rank, unit);
+    for (int i = lane; i < kUnitWords; i += kWarpSize) {
+        Candidate candidates[kWordCandidates];
 #pragma unroll
-    for (int destination = 0; destination < TPW_WORLD_SIZE; ++destination) {
-        char* words = p.lists[destination] + at;
-        store_word<Scope::sys>(words + lane * TPW_WORD_BYTES, key, candidate_tag(block, walk.shard_start + column));
-        if (lane == 0) store_word<Scope::sys>(words + kList * TPW_WORD_BYTES, static_cast<u64>(static_cast<uint32_t>(left_out)) << 32, candidate_tag(block, 0));
+        for (int j = 0; j < kWordCandidates; ++j) {
+            const int from = i * kWordCandidates + j;
+            candidates[j] = {chosen.score[from], chosen.place[from], 0.0f};
+            // What is there in place of an id has no base logit. Of greedy kernels the score is the base logit.
+            if (kWordCandidates < 3 && from < kList && candidates[j].score != kNothing)
+                candidates[j].base = base_to_float(base[column_of(candidates[j].place, unit, p.units)]);
+        }
+        const Word word = pack(candidates, block);
+#pragma unroll
+        for (int destination = 0; destination < TPW_WORLD_SIZE; ++destination)
+            store_word<Scope::sys>(p.lists[destination] + at + i * TPW_WORD_BYTES, word.key, word.tag);
     }
 }
 

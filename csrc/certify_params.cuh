@@ -23,6 +23,7 @@ struct CertifyParams {
     uint64_t* counts;         // [Count::count]
     int32_t units;            // warps' shares that a request's step has on each rank
     int32_t list_words;       // of one block parity
+    int32_t shard_starts[kMaxWorld];
 };
 
 // What is counted, in this order: certified.COUNTS.

@@ -137,24 +137,29 @@ struct Chase {
             for (int i = 0; i < kAhead; ++i) {
                 const int at = first + i * kCertifyThreads;
                 if (at >= words || !alive) continue;
-                const int unit = at / kUnitWords, slot = at % kUnitWords;
-                for (u32 polls = 1; !is_of_block(word[i].tag, watch.block); ++polls) {
-                    const Site site{TPW_WAIT_RESULT, u32(unit / p.units), u32(step), u32(batch_row)};
-                    if (polls % POLLS_PER_LOOK == 0 && hopeless(watch, site, header_tag(watch.block), header_tag(word[i].tag >> kIdBits))) {
+                const int unit = at / kUnitWords, source = unit / p.units;
+                for (u32 polls = 1; !is_of_block(word[i], watch.block); ++polls) {
+                    const Site site{TPW_WAIT_RESULT, u32(source), u32(step), u32(batch_row)};
+                    if (polls % POLLS_PER_LOOK == 0 && hopeless(watch, site, header_tag(watch.block), header_tag(word[i].tag >> 32))) {
                         alive = false;
                         break;
                     }
                     word[i] = load_word<Scope::sys>(list + at * TPW_WORD_BYTES);
                 }
-                const int32_t score = static_cast<int32_t>(word[i].key >> 32);
-                if (slot == kList) {
-                    most = max(most, score);
-                } else {
-                    const int entry = unit * kList + slot;
-                    s.score[entry] = score;
-                    s.base[entry] = __uint_as_float(static_cast<uint32_t>(word[i].key));
-                    s.id[entry] = tag_id(word[i].tag);
-                    best = max(best, score);
+                Candidate candidates[kWordCandidates];
+                unpack(word[i], scoring.sampled(), candidates);
+#pragma unroll
+                for (int j = 0; j < kWordCandidates; ++j) {
+                    const int slot = at % kUnitWords * kWordCandidates + j;
+                    if (slot == kList) {
+                        most = max(most, candidates[j].score);
+                    } else if (slot < kList) {
+                        const int entry = unit * kList + slot;
+                        s.score[entry] = candidates[j].score;
+                        s.base[entry] = candidates[j].base;
+                        s.id[entry] = p.shard_starts[source] + column_of(candidates[j].place, unit % p.units, p.units);
+                        best = max(best, candidates[j].score);
+                    }
                 }
             }
         }

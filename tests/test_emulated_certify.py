@@ -85,7 +85,7 @@ class World:
             )
             if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none") and one.serves >= BATCH
         )
-        self._list_words = BATCH * GAMMA * world * self._certify.units * (certified.LIST + 1)
+        self._list_words = BATCH * GAMMA * world * self._certify.units * self._certify.unit_words
         num_bytes = MailboxLayout(world, BATCH, GRID).num_bytes
         list_bytes = (2 * self._list_words + BATCH * GAMMA * certified.STEP_WORDS) * WORD_BYTES
         self.ranks = [Rank(zeros(num_bytes), zeros(num_bytes), zeros(list_bytes)) for _ in range(world)]
@@ -136,7 +136,7 @@ class World:
         p.walk = self._common(rank, inputs, "certified")
         p.w2, p.bounds = self._w2.data_ptr(), self._bounds.data_ptr()
         for peer, memory in enumerate(self.ranks):
-            p.lists[peer] = memory.lists.data_ptr()
+            p.lists[peer], p.shard_starts[peer] = memory.lists.data_ptr(), self.shards[peer].start
         p.steps = mine.lists.data_ptr() + 2 * self._list_words * WORD_BYTES
         p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
         p.units, p.list_words = self._certify.units, self._list_words

@@ -30,7 +30,6 @@ from tp_walk.plan import ExecutorContext, PlanExecutor, WalkInputs
 WARPS = 16
 LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
-MAX_VOCAB_SIZE = 1 << 20  # ids that a candidate's tag holds
 CHASE_CONTROL_BYTES = 448
 # Tokens that a step is likely to end with, for which the next one works out what follows them: a lane each.
 LIKELY = 32
@@ -63,6 +62,7 @@ class CertifyParams(ctypes.Structure):
         ("counts", _P),
         ("units", _I32),
         ("list_words", _I32),
+        ("shard_starts", _I32 * MAX_WORLD_SIZE),
     ]
 
 
@@ -71,13 +71,15 @@ class CertifySpecialisation:
     """One cubin of csrc/certify.cu.
 
     max_batch: the largest that it is for. base_fp32, sampled: as in `kernels.Specialisation`. units: a request's step
-    has so many on each rank. tier: rows of W2 at hand. grid, shared_bytes: of its launches.
+    has so many on each rank, unit_words: words that each sends. tier: rows of W2 at hand. grid, shared_bytes: of its
+    launches.
     """
 
     max_batch: int
     base_fp32: bool
     sampled: bool
     units: int
+    unit_words: int
     tier: int
     grid: int
     shared_bytes: int
@@ -131,8 +133,11 @@ def certify_specialisations(
                 f"of rank {markov_rank}: {shared_bytes(TIERS[-1], markov_rank, entries)} bytes, of {shared_limit}"
             )
         for (base_fp32, sampled), one in kinds.items():
+            in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
+            unit_words = -(-(LIST + 1) // in_word)  # and one that wasn't chosen
             macros = one.macros | {
                 "TPW_LIST": LIST,
+                "TPW_UNIT_WORDS": unit_words,
                 "TPW_CHUNKS": chunks,
                 "TPW_TIER": tier,
                 "TPW_MAX_ENTRIES": entries,
@@ -143,7 +148,9 @@ def certify_specialisations(
                 "TPW_CERTIFY_PARAMS_BYTES": ctypes.sizeof(CertifyParams),
             }
             size = shared_bytes(tier, markov_rank, entries)
-            found.append(CertifySpecialisation(limit, base_fp32, sampled, units, tier, num_sms, size, macros))
+            found.append(
+                CertifySpecialisation(limit, base_fp32, sampled, units, unit_words, tier, num_sms, size, macros)
+            )
     return found
 
 
@@ -214,8 +221,6 @@ class CertifiedExecutor:
 
     def __init__(self, context: ExecutorContext) -> None:
         shape, device = context.shape, context.device
-        if shape.vocab_size > MAX_VOCAB_SIZE:
-            raise PlanUnavailableError(f"plan certified holds {MAX_VOCAB_SIZE} ids, not {shape.vocab_size}")
         self._context = context
         self._fallback = _Fallback(context)
         self._closing: list[Any] = [self._fallback]
@@ -239,7 +244,7 @@ class CertifiedExecutor:
             shared_limit=properties.shared_memory_per_block_optin,
         )
         self._list_words = max(
-            min(one.max_batch, context.max_batch) * context.max_gamma * world_size * one.units * (LIST + 1)
+            min(one.max_batch, context.max_batch) * context.max_gamma * world_size * one.units * one.unit_words
             for one in chosen
         )
         list_bytes = 2 * self._list_words * WORD_BYTES
@@ -268,8 +273,8 @@ class CertifiedExecutor:
         for rank, address in enumerate(self._mailboxes.addresses):
             params.walk.mailboxes[rank] = address
         params.walk.status = self._mailboxes.status_address
-        for rank, address in enumerate(self._lists.addresses):
-            params.lists[rank] = address
+        for rank, (address, shard) in enumerate(zip(self._lists.addresses, context.shards, strict=True)):
+            params.lists[rank], params.shard_starts[rank] = address, shard.start
         params.steps = self._lists.addresses[context.group.rank] + list_bytes
         params.w2, params.bounds = self._w2.data_ptr(), self._bounds.data_ptr()
         params.fallback, params.offsets = self._left.data_ptr(), self._offsets.data_ptr()

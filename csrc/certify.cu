@@ -1,5 +1,5 @@
 // Plan certified, the first of its two launches: tokens from a few candidates and a bound on all other ids. The second is the
-// walk kernel, for the requests and steps that couldn't be certified; as a rule none, and it returns at once.
+// walk kernel, for the requests and steps that couldn't be certified; as a rule none, and it returns before it has told anybody.
 //
 // No CTA waits for the whole grid. Warps choose the candidates of all steps (candidates.cuh) and push them to every rank; then each
 // CTA takes the steps that are its own, in the order of the walk, and waits for just their candidates and the token before (chase.cuh).

@@ -332,6 +332,8 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
     cta.whole = cta.rows == staged_rows(p);
     cta.batch = is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p);
+    // Plan certified left nothing, on no rank: they have agreed on that, and this launch isn't a block.
+    if (p.batch_rows && cta.batch == 0) return;
     const Passes passes(cta.batch, p.gamma, p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0);
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).
     if (cta.warp < kMultiplyWarps) {

@@ -220,7 +220,7 @@ class CertifiedExecutor:
     name = "certified"
 
     def __init__(self, context: ExecutorContext) -> None:
-        shape, device = context.shape, context.device
+        device = context.device
         self._context = context
         self._fallback = _Fallback(context)
         self._closing: list[Any] = [self._fallback]

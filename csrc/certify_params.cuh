@@ -17,7 +17,7 @@ struct CertifyParams {
     const bf16* w2;           // [vocabulary, r], all of it
     const float* bounds;      // [target vocabulary] fp32: B of every previous token
     char* lists[kMaxWorld];   // every rank's candidate words as this rank sees them, laid out by candidates.cuh
-    char* steps;              // this rank's words of each step, [step][row], laid out by chase.cuh
+    char* steps;              // this rank's words of each step, [step][row], laid out by chase_memory.cuh
     Fallback* fallback;
     int64_t* offsets;         // [max batch] the noise offsets that this block used
     uint64_t* counts;         // [Count::count]

@@ -10,86 +10,12 @@
 // then does what remains for this token alone: a row of W1, one dot product and two reductions; and if the best of the first
 // tier isn't above the limit of the others, those that still could win are scored as well (the second tier). Who follows the
 // transitions beyond that step waits for its token. All ranks do this on the same candidates, so they need no word from each other.
-//
-// The words of a step, all of this rank alone: its token, the tokens that it is likely to end with, and its transitions. All are
-// written in every block, in no order that matters, and read in the same launch.
 #pragma once
 
-#include "candidates.cuh"
+#include "chase_memory.cuh"
 #include "exchange.cuh"
 
 namespace tpw {
-
-constexpr int kCertifyWarps = TPW_CERTIFY_WARPS;
-constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
-constexpr int kTier = TPW_TIER;  // rows of W2 in shared memory
-constexpr int kRowBytes = TPW_RANK * 2 + 16;  // the pad spreads the rows of a fragment over the banks
-constexpr int kMaxEntries = TPW_MAX_ENTRIES;
-constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions
-constexpr int kLikelyGroups = kLikely / kColumns;
-static_assert(kLikely == kWarpSize, "a lane a token");
-constexpr int kBinBits = 8, kBins = 1 << kBinBits, kLaneBins = kBins / kWarpSize;
-
-// A token word's key: the token, or this bit and the step that wasn't certified.
-constexpr u64 kFailed = 1ull << 63;
-
-// A likely token's key: the token, or this one. A transition's: {token before, token}; {kNoToken, 0} is none.
-constexpr uint32_t kNoToken = 0xffffffffu;
-
-struct ChaseControl {
-    uint64_t block, expiry;
-    uint64_t best[kCertifyWarps];
-    int32_t largest[kCertifyWarps];
-    int32_t left_out[kCertifyWarps];
-    int32_t counters[3];  // rows of the first tier, entries of the second, likely tokens
-    uint32_t likely[kLikely];
-    int32_t failed;
-};
-
-// Shared memory in this order; the host half is certified.shared_bytes.
-struct ChaseSmem {
-    unsigned char* rows;        // [kTier] of W2
-    unsigned char* u;           // [kLikely] columns of B fragments; later one a warp
-    ChaseControl* control;
-    uint64_t* keys;             // [warp][kLikely] the best after each likely token; before that, bins
-    uint64_t* transitions;      // [warp][kLikely] of as many steps
-    float* tier_base;           // [kTier]
-    float* tier_noise;          // [kTier]
-    uint32_t* tier_id;          // [kTier]
-    int32_t* score;             // [kMaxEntries] selection scores
-    float* base;                // [kMaxEntries]
-    uint32_t* id;               // [kMaxEntries]
-    uint16_t* second;           // [kMaxEntries] entries of the second tier; before that, Chosen of each warp
-
-    __device__ __forceinline__ explicit ChaseSmem(unsigned char* start) {
-        rows = start;
-        u = rows + kTier * kRowBytes;
-        control = reinterpret_cast<ChaseControl*>(u + kLikely * kColumnBytes);
-        keys = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
-        transitions = keys + kCertifyWarps * kLikely;
-        tier_base = reinterpret_cast<float*>(transitions + kCertifyWarps * kLikely);
-        tier_noise = tier_base + kTier;
-        tier_id = reinterpret_cast<uint32_t*>(tier_noise + kTier);
-        score = reinterpret_cast<int32_t*>(tier_id + kTier);
-        base = reinterpret_cast<float*>(score + kMaxEntries);
-        id = reinterpret_cast<uint32_t*>(base + kMaxEntries);
-        second = reinterpret_cast<uint16_t*>(id + kMaxEntries);
-    }
-
-    __device__ __forceinline__ int32_t* bins() const { return reinterpret_cast<int32_t*>(keys); }  // [kBins] of threshold_of
-    __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }
-};
-static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
-static_assert(kBins * sizeof(int32_t) <= kCertifyWarps * kLikely * sizeof(uint64_t), "bins borrow the keys' place");
-static_assert(kCertifyWarps <= kLikely, "a warp has a column of u to itself");
-static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
-
-__device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) {
-    return p.steps + (step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
-}
-__device__ __forceinline__ char* likely_word(const CertifyParams& p, int step, int row, int i) { return step_word(p, step, row) + (1 + i) * TPW_WORD_BYTES; }
-__device__ __forceinline__ char* transition_word(const CertifyParams& p, int step, int row, int i) { return likely_word(p, step, row, kLikely + i); }
-static_assert(TPW_STEP_WORDS == 1 + 2 * kLikely, "certified.STEP_WORDS");
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
@@ -246,6 +172,16 @@ struct Chase {
             s.tier_noise[slot] = exact_noise(s.tier_id[slot]);
         }
         return rows;
+    }
+
+    // The second tier's rows, should it come to that, into L2: where steps are few, so that these aren't in the way of what all need.
+    __device__ __forceinline__ void prefetch_second(int entries, int32_t least, int32_t threshold) const {
+        if (p.walk.batch * p.walk.gamma * 4 > static_cast<int>(gridDim.x)) return;
+        for (int entry = thread; entry < entries; entry += kCertifyThreads) {
+            if (s.score[entry] <= least || s.score[entry] > threshold) continue;
+            const bf16* row = p.w2 + static_cast<int64_t>(s.id[entry]) * TPW_RANK;
+            for (int at = 0; at < TPW_RANK; at += 64) prefetch_l2(row + at);
+        }
     }
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
@@ -433,6 +369,7 @@ struct Chase {
         if (!gather(largest, left_out)) return false;
         const int32_t threshold = threshold_of(kTier, entries, left_out, largest);
         const int rows = load_tier(entries, threshold, threshold_of(kLikely, entries, threshold, largest));
+        prefetch_second(entries, left_out, threshold);
         uint32_t before = kNoToken;
         bool alive = step == 0 || load_likely(before);
         asm volatile("cp.async.wait_all;" ::: "memory");

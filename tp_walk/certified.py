@@ -155,7 +155,7 @@ def certify_specialisations(
 
 
 def shared_bytes(tier: int, markov_rank: int, entries: int) -> int:
-    """Of a CTA: `ChaseSmem` of csrc/chase.cuh."""
+    """Of a CTA: `ChaseSmem` of csrc/chase_memory.cuh."""
     rows = tier * (markov_rank * 2 + 16) + LIKELY * (markov_rank * 2 + 32)
     return rows + CHASE_CONTROL_BYTES + 2 * WARPS * LIKELY * 8 + tier * 12 + entries * (12 + 2)
 

@@ -137,11 +137,44 @@ __device__ __forceinline__ int column_of(int place, int unit, int units) { retur
 
 // ---- choosing ----------------------------------------------------------------------------------------------------------
 
+constexpr int kChoiceBinBits = 6;
+
 // A warp's own, in shared memory.
 struct Chosen {
+    int32_t bins[1 << kChoiceBinBits];
     int32_t score[kSlots];
     uint16_t place[kSlots];
 };
+
+// By a whole warp: bins from the top as long as they hold no more than `most`, with `count` that lie beyond them. Returns the first
+// of those bins, and in `count` what is then held in all.
+template <int kBits>
+__device__ __forceinline__ uint32_t first_bin(const int32_t* bins, int lane, int most, int& count) {
+    constexpr int kLaneBins = (1 << kBits) / kWarpSize;
+    int own[kLaneBins], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneBins; ++i) sum += own[i] = bins[lane * kLaneBins + i];
+    int held = sum;  // after a scan: by this lane's bins and those above
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+        const int other = __shfl_down_sync(kFullWarp, held, distance);
+        if (lane + distance < kWarpSize) held += other;
+    }
+    int fits = count + held - sum, taken = 0, found = 0;
+#pragma unroll
+    for (int i = kLaneBins - 1; i >= 0; --i) {
+        fits += own[i];
+        if (fits <= most) ++taken, found = fits;
+    }
+    count = max(count, __reduce_max_sync(kFullWarp, found));
+    return (1 << kBits) - __reduce_add_sync(kFullWarp, taken);
+}
+
+// What shifts the scores of an interval of `width` into so many bins.
+template <int kBits>
+__device__ __forceinline__ int bin_shift(uint32_t width) {
+    return max(32 - __clz(width - 1) - kBits, 0);
+}
 
 // Lane's 16 ids of one chunk as selection scores; kNothing where there is no id.
 __device__ __forceinline__ void load_chunk(const WalkParams& p, const BaseLogit* base, const Scoring& scoring, const NoiseStream& noise, int column,
@@ -201,7 +234,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         return __reduce_add_sync(kFullWarp, above);
     };
     // `above` leaves too many, `kept` does not. The least of the lanes' largest is exceeded by some hundred scores of a usual
-    // step, so that the search begins near its end. It needn't find the best threshold; but one that stops at three quarters of
+    // step: they are sorted into bins, and what is left of the search takes a turn or two. It needn't find the best threshold; but one that stops at three quarters of
     // a list leaves out ids that count: on held-out text the candidates of all units then hold the best 600 ids instead of 1,060.
     int32_t above = __reduce_min_sync(kFullWarp, mine), kept = __reduce_max_sync(kFullWarp, mine);
     int count = 0;
@@ -210,6 +243,20 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         count = count_above(kept);
         const int all = count_above(kNothing);
         if (all <= kList) kept = kNothing, count = all;
+    }
+    if (above != kNothing) {
+        for (int bin = lane; bin < 1 << kChoiceBinBits; bin += kWarpSize) chosen.bins[bin] = 0;
+        __syncwarp();
+        const int shift = bin_shift<kChoiceBinBits>(static_cast<uint32_t>(kept) - static_cast<uint32_t>(above));
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+            for (int j = 0; j < kChunkIds; ++j)
+                if (scores[i][j] > above) atomicAdd(&chosen.bins[(static_cast<uint32_t>(scores[i][j]) - static_cast<uint32_t>(above) - 1) >> shift], 1);
+        __syncwarp();
+        const uint32_t first = first_bin<kChoiceBinBits>(chosen.bins, lane, kList, count);
+        if (first < 1u << kChoiceBinBits) kept = static_cast<uint32_t>(above) + (first << shift);
+        above = static_cast<uint32_t>(above) + ((first - 1) << shift);
     }
     constexpr uint32_t kGap = kWordCandidates == 1 ? 1 : 0xffff;  // between two scores of 16 bits lies no third
     while (kept != kNothing && count < kList - kList / 16 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > kGap) {

@@ -94,15 +94,17 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const WalkParams& walk = p.walk;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cta = blockIdx.x, ctas = gridDim.x;
     const int batch = valid_rows(walk);
-    if (threadIdx.x == 0) {
-        WalkExchange::start(walk, &s.control->block, &s.control->expiry);
-        s.control->failed = 0;
-    }
-    __syncthreads();
-    const WalkExchange exchange{walk, s.control->block, s.control->expiry};
+    // Whoever chooses needs no more of the exchange than the block's number, and that late: where candidates are sent.
+    const u64 block = load_control(walk.mailboxes[walk.rank], TPW_BLOCK_OFFSET);
 
     // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
     if (warp == kCertifyWarps - 1) {
+        if (lane == 0) {
+            WalkExchange::start(walk, &s.control->block, &s.control->expiry);
+            s.control->failed = 0;
+        }
+        __syncwarp();
+        const WalkExchange exchange{walk, s.control->block, s.control->expiry};
         const bool open = exchange.open(lane, cta, batch) && (kAgreeingRanks == 1 || exchange.compare_headers(lane, cta, batch, cta == 0));
         if (!open && lane == 0) s.control->failed = 1;
     }
@@ -110,9 +112,10 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const int pairs = batch * walk.gamma;
     for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
         const int pair = item / p.units, step = pair / batch, row = pair % batch;
-        choose(p, exchange.block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
+        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
     }
     __syncthreads();
+    const WalkExchange exchange{walk, s.control->block, s.control->expiry};
 
     bool alive = !s.control->failed;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.

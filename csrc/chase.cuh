@@ -107,32 +107,14 @@ struct Chase {
         while (width > 0) {
             for (int bin = thread; bin < kBins; bin += kCertifyThreads) s.bins()[bin] = 0;
             __syncthreads();
-            const int shift = max(32 - __clz(width - 1) - kBinBits, 0);
+            const int shift = bin_shift<kBinBits>(width);
             for (int entry = thread; entry < entries; entry += kCertifyThreads) {
                 const uint32_t distance = static_cast<uint32_t>(s.score[entry]) - above - 1;
                 if (s.score[entry] > static_cast<int32_t>(above) && distance < width) atomicAdd(&s.bins()[distance >> shift], 1);
             }
             __syncthreads();
-            int own[kLaneBins], sum = 0;
-#pragma unroll
-            for (int i = 0; i < kLaneBins; ++i) sum += own[i] = s.bins()[lane * kLaneBins + i];
+            const uint32_t first = first_bin<kBinBits>(s.bins(), lane, most, count);
             __syncthreads();  // everyone has read the bins
-            int beyond = sum;  // after a scan: entries of the lanes from this one on
-#pragma unroll
-            for (int distance = 1; distance < kWarpSize; distance *= 2) {
-                const int other = __shfl_down_sync(kFullWarp, beyond, distance);
-                if (lane + distance < kWarpSize) beyond += other;
-            }
-            // Bins from the top as long as there is room: their number, and their entries.
-            int fits = count + beyond - sum, bins = 0, found = 0;
-#pragma unroll
-            for (int i = kLaneBins - 1; i >= 0; --i) {
-                fits += own[i];
-                if (fits <= most) ++bins, found = fits;
-            }
-            bins = __reduce_add_sync(kFullWarp, bins);
-            count = max(count, __reduce_max_sync(kFullWarp, found));
-            const uint32_t first = kBins - bins;  // of those bins
             if (first == 0) return above;
             above += (first - 1) << shift, width = 1u << shift;
             if (shift == 0 || count * 4 >= most * 3) return above + width;
@@ -174,11 +156,12 @@ struct Chase {
         return rows;
     }
 
-    // The second tier's rows, should it come to that, into L2: where steps are few, so that these aren't in the way of what all need.
-    __device__ __forceinline__ void prefetch_second(int entries, int32_t least, int32_t threshold) const {
+    // W2's rows of all entries above `least`, into L2, while it isn't known yet which of them are the first tier; the others are a
+    // second one's, should it come to that. Where steps are few: else these would be in the way of what all need.
+    __device__ __forceinline__ void prefetch_rows(int entries, int32_t least) const {
         if (p.walk.batch * p.walk.gamma * 4 > static_cast<int>(gridDim.x)) return;
         for (int entry = thread; entry < entries; entry += kCertifyThreads) {
-            if (s.score[entry] <= least || s.score[entry] > threshold) continue;
+            if (s.score[entry] <= least) continue;
             const bf16* row = p.w2 + static_cast<int64_t>(s.id[entry]) * TPW_RANK;
             for (int at = 0; at < TPW_RANK; at += 64) prefetch_l2(row + at);
         }
@@ -367,9 +350,9 @@ struct Chase {
         if (step == 0 && thread == 0) prefetch_token(row.previous);
         int32_t largest, left_out;
         if (!gather(largest, left_out)) return false;
+        prefetch_rows(entries, left_out);
         const int32_t threshold = threshold_of(kTier, entries, left_out, largest);
         const int rows = load_tier(entries, threshold, threshold_of(kLikely, entries, threshold, largest));
-        prefetch_second(entries, left_out, threshold);
         uint32_t before = kNoToken;
         bool alive = step == 0 || load_likely(before);
         asm volatile("cp.async.wait_all;" ::: "memory");

@@ -16,7 +16,7 @@ constexpr int kMaxEntries = TPW_MAX_ENTRIES;
 constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions
 constexpr int kLikelyGroups = kLikely / kColumns;
 static_assert(kLikely == kWarpSize, "a lane a token");
-constexpr int kBinBits = 8, kBins = 1 << kBinBits, kLaneBins = kBins / kWarpSize;
+constexpr int kBinBits = 8, kBins = 1 << kBinBits;
 
 // A token word's key: the token, or this bit and the step that wasn't certified.
 constexpr u64 kFailed = 1ull << 63;

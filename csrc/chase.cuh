@@ -31,6 +31,9 @@ struct TileRows {
 // Whether a key's score is above a limit.
 __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
 
+// A call: rare, or beside loads that take longer.
+__device__ __noinline__ float exact_noise_of(const NoiseStream stream, uint32_t id) { return stream.exact(id); }
+
 struct Chase {
     const CertifyParams& p;
     const ChaseSmem& s;
@@ -122,7 +125,7 @@ struct Chase {
         return least;
     }
 
-    __device__ __forceinline__ float exact_noise(uint32_t id) const { return scoring.sampled() ? noise_stream(row, step).exact(id) : 0.0f; }
+    __device__ __forceinline__ float exact_noise(uint32_t id) const { return scoring.sampled() ? exact_noise_of(noise_stream(row, step), id) : 0.0f; }
 
     // What a step after `token` reads, into L2.
     __device__ __forceinline__ void prefetch_token(int64_t token) const {

@@ -181,7 +181,11 @@ class Builds:
         self._anchors = torch.randint(head.vocab_size, (batch,), generator=generator, device=self._device)
 
     def captured(self, gamma: int, sampled: bool) -> tuple[dict[str, CapturedWork], dict[str, str]]:
-        """Name of a build, or PLAIN → its walk as a graph, which has run; and the names of those that failed → why."""
+        """Name of a build, or PLAIN → its walk as a graph, which has run; and the names of those that failed → why.
+
+        Raises:
+            WalkError: the whole build failed; alike on every rank.
+        """
         # All are loaded before one of them runs: loading may wait for a kernel that waits for a peer.
         launches = self._group.stage("load of the builds", lambda: dict(self._launches(sampled)))
         one = self._specialisations[sampled]
@@ -195,11 +199,10 @@ class Builds:
 
         def capture(launch: Launch) -> CapturedWork:
             key = one.base_fp32, one.sampled, one.logits
-            with mock.patch.dict(self._production, {key: [(launch, one.placement)]}):
+            instead: list[tuple[Launch, Specialisation]] = [(launch, one)]
+            with mock.patch.dict(self._production, {key: instead}):
                 walk()
                 ready = CapturedWork(walk)
-            # A graph knows its tensors by address alone.
-            self._kept = base, out, temperatures, noise
             ready()
             torch.cuda.synchronize(self._device)
             self.runtime.check()
@@ -211,6 +214,8 @@ class Builds:
             try:
                 ready[name] = self._group.stage(f"first walk of build {name!r}", partial(capture, launch))
             except WalkError as error:
+                if name == WHOLE:
+                    raise  # it is no fault of the builds', and there is nothing to compare them with
                 refused[name] = str(error)
                 self.runtime.reset()
         return ready, refused
@@ -300,12 +305,11 @@ def run(options: Options) -> ResultTable:
                     if is_late():
                         return table
                     walks, refused = of_plan.captured(size.gamma, size.sampled)
-                    for name, why in refused.items():
-                        click.echo(f"{size}: {name!r} isn't timed: {why}")
+                    if group.rank == 0:
+                        for name, why in refused.items():
+                            click.echo(f"{size}: {name!r} isn't timed: {why}")
                     timings = timer.measure(walks | {EMPTY: empty}, options.iterations)
                     group.stage(f"check of {size}", runtime.check)
-                    if WHOLE not in timings:
-                        continue
                     rows.append(row_of(size, timings, group.world_size) | {"refused": refused})
                     if group.rank == 0:
                         table.write(options.out)
@@ -344,7 +348,10 @@ def main(
     spent = time.monotonic() - started
     click.echo(f"{len(wanted)} kernels compiled in {spent:.0f} s")
     options = replace(options, budget_s=budget_seconds - spent)
-    click.echo(run_ranks(world_size, run, options)[0].to_markdown())
+    try:
+        click.echo(run_ranks(world_size, run, options)[0].to_markdown())
+    except WalkError as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

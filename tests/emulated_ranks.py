@@ -115,11 +115,15 @@ class HostMailboxes:
 
     def __init__(self, group: WalkGroup, layout: MailboxLayout, device: object) -> None:
         self._buffer = HostBuffer(group, layout.num_bytes, device)
-        self._buffer.memory[:2] = FIRST_BLOCK  # the block to come, and the first
         self._status = ctypes.create_string_buffer(STATUS_BYTES)
         self._rank = group.rank
         self.addresses = self._buffer.addresses
         self.status_address = ctypes.addressof(self._status)
+        self.reset()
+
+    def reset(self) -> None:
+        self._buffer.memory.zero_()[:2] = FIRST_BLOCK  # the block to come, and the first
+        ctypes.memset(self.status_address, 0, STATUS_BYTES)
 
     def check(self) -> None:
         error = WalkStatus.decode(self._status.raw).error(self._rank)

@@ -28,16 +28,17 @@ __device__ __forceinline__ void store_token(const WalkParams& p, int row, int st
 // ---- the warps that multiply -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes) {
-    // W2 first: everything up to the first step happens in the shadow of these loads.
-    const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
+    // W2 first: everything up to the first step happens in the shadow of these loads. As few instructions as can be: in a cold L2
+    // each 256 bytes of them take a read of DRAM, with nothing else on its way.
     Fragment weights[kRegTiles][kSteps];
-    const int tiles = passes.count > 0 ? p.tiles_per_cta : 0;  // a block without valid rows costs nothing it needn't
+    if (passes.count > 0) {  // a block without valid rows costs nothing it needn't
+        const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize) + cta.lane;
 #pragma unroll
-    for (int i = 0; i < kRegTiles; ++i) {
-        const int tile = i * kMultiplyWarps + cta.warp;
-        const Fragment* source = cta_weights + tile * (kSteps * kWarpSize) + cta.lane;
+        for (int i = 0; i < kRegTiles; ++i) {
+            const int tile = min(i * kMultiplyWarps + cta.warp, p.tiles_per_cta - 1);  // beyond them no rows exist, whatever is multiplied
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) weights[i][k] = tile < tiles ? load_weights(source + k * kWarpSize) : make_uint4(0, 0, 0, 0);
+            for (int k = 0; k < kSteps; ++k) weights[i][k] = load_weights(cta_weights + tile * (kSteps * kWarpSize) + k * kWarpSize);
+        }
     }
     __syncthreads();
     const auto draw = [&](int index) {

@@ -25,7 +25,7 @@ import kernel_variants
 import torch
 from kernel_variants import EXCHANGE, LEFT_OUT, NOISE, PRODUCTS, ROWS, STEPS, W2, U, VariantJob
 
-from tp_walk import MarkovHead, Noise, WalkOutput, WalkRuntime, executors, jit, kernels
+from tp_walk import Deadline, MarkovHead, Noise, WalkOutput, WalkRuntime, executors, jit, kernels
 from tp_walk.bench import EMPTY, numbers
 from tp_walk.errors import WalkError
 from tp_walk.executors import KernelExecutor
@@ -43,6 +43,7 @@ RESULT = Path(__file__).parent / "results" / "steps.json"
 MARKOV_RANK = 256
 PLANS = ("tp_bf16", "int8")
 NOISE_KEY, SEED = 0x5EED, 7
+DEADLINE = Deadline(startup_s=20.0, steady_s=2.0)  # a build that hangs costs so much of the budget, no more
 
 WHOLE, PLAIN = "production", "not cooperative"
 BUILDS = (WHOLE, *LEFT_OUT)
@@ -166,7 +167,15 @@ class Builds:
         with mock.patch.object(executors, "specialisations", timed_specialisations):
             self.runtime = group.stage(
                 f"set-up of {plan}",
-                lambda: WalkRuntime(head, batch, max_gamma, group=ranks.group, device=ranks.device, plans=[plan]),
+                lambda: WalkRuntime(
+                    head,
+                    batch,
+                    max_gamma,
+                    group=ranks.group,
+                    device=ranks.device,
+                    plans=[plan],
+                    deadline=DEADLINE,
+                ),
             )
         executor = self.runtime._executors[plan]
         assert isinstance(executor, KernelExecutor)

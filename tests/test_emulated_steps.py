@@ -11,11 +11,11 @@ import pytest
 import steps
 import torch
 from emulated import HAS_COMPILER, run_kernel
-from emulated_ranks import EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_gpus
+from emulated_ranks import Captured, EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_runtimes
 from emulated_ranks import Ranks as EmulatedRanks
 from kernel_variants import EXCHANGE, LEFT_OUT, STEPS
 
-from tp_walk import MarkovHead, executors, jit, kernels, runtime
+from tp_walk import MarkovHead, executors, jit, kernels
 from tp_walk.errors import KernelError
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.noise import Noise
@@ -117,16 +117,6 @@ class NamedLaunch(EmulatedLaunch):
         super().__call__(arguments, stream)
 
 
-class Captured:
-    """As CapturedWork, whose graph's replays run no Python."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        work()
-
-    def __call__(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
@@ -137,7 +127,7 @@ def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, C
     """`builds_of(plan, action)`: what `action` makes of steps.Builds on one emulated GPU. All builds are the production
     one here, as each is walked above: this is about the host's part.
     """
-    emulate_gpus(monkeypatch)
+    emulate_runtimes(monkeypatch)
     gpu = Gpu(GRID, HOPPER.shared_limit)
     monkeypatch.setattr(executors, "Launch", NamedLaunch)
     for name in ("Launch", "PlainLaunch"):
@@ -146,12 +136,6 @@ def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, C
     monkeypatch.setattr(kernel_variants, "use", lambda name: None)
     monkeypatch.setattr(steps, "current_gpu", lambda: Target(HOPPER.arch, gpu.num_sms, gpu.shared_limit))
     monkeypatch.setattr(steps, "CapturedWork", Captured)
-    monkeypatch.setattr(runtime, "_device", lambda device: device)
-    monkeypatch.setattr(runtime, "WalkGroup", lambda *arguments: ThreadGroup())
-    checker = runtime.InputChecker
-    monkeypatch.setattr(runtime, "InputChecker", lambda *arguments: checker(*arguments[:-1], torch.device("cpu")))
-    monkeypatch.setattr(runtime, "agree_on_selector", lambda *arguments: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
 
     def run(plan: str, action: Callable[[steps.Builds], T]) -> T:
         def on_rank(rank: int) -> T:

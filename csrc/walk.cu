@@ -25,13 +25,16 @@ __device__ __forceinline__ void store_token(const WalkParams& p, int row, int st
     p.tokens[row * p.tokens_stride_row + step * p.tokens_stride_step] = token;
 }
 
+// A block without valid rows costs nothing it needn't.
+__device__ __forceinline__ bool has_passes(const WalkParams& p, const Cta& cta, int first_step) { return cta.batch > 0 && first_step < p.gamma; }
+
 // ---- the warps that multiply -----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes) {
+__device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& s, const Cta& cta, int first_step) {
     // W2 first: everything up to the first step happens in the shadow of these loads. As few instructions as can be: in a cold L2
     // each 256 bytes of them take a read of DRAM, with nothing else on its way.
     Fragment weights[kRegTiles][kSteps];
-    if (passes.count > 0) {  // a block without valid rows costs nothing it needn't
+    if (has_passes(p, cta, first_step)) {
         const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize) + cta.lane;
 #pragma unroll
         for (int i = 0; i < kRegTiles; ++i) {
@@ -41,6 +44,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         }
     }
     __syncthreads();
+    const Passes passes(cta.batch, p.gamma, first_step);
     const auto draw = [&](int index) {
         if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
     };
@@ -61,6 +65,25 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
 }
 
 // ---- the warps that do all else --------------------------------------------------------------------------------------
+
+// By one thread, before anything else: W2's other tiles are on their way into shared memory, and the barriers exist.
+__device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Smem& s, const Cta& cta, int first_step) {
+    // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
+    const int tiles = has_passes(p, cta, first_step) ? p.smem_tiles : 0;
+    uint64_t* arrived = &s.control->weights_arrived;
+    mbarrier_init(arrived, 1);
+    mbarrier_expect(arrived, tiles * kTileBytes);
+    const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * p.tiles_per_cta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
+    if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
+#pragma unroll
+    for (int buffer = 0; buffer < 2; ++buffer) {
+        mbarrier_init(&s.control->base_arrived[buffer], 1);
+        mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
+        mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
+        mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
+    }
+    s.control->failed = 0;
+}
 
 struct Service {
     const WalkParams& p;
@@ -86,24 +109,6 @@ struct Service {
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
-            // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
-            const int tiles = passes.count > 0 ? p.smem_tiles : 0;
-            if (cta.lane == 0) {
-                s.control->failed = 0;
-                mbarrier_init(&s.control->weights_arrived, 1);
-#pragma unroll
-                for (int buffer = 0; buffer < 2; ++buffer) {
-                    mbarrier_init(&s.control->base_arrived[buffer], 1);
-                    mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
-                    mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
-                    mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
-                }
-                mbarrier_expect(&s.control->weights_arrived, tiles * kTileBytes);
-            }
-            __syncwarp();
-            const Fragment* weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize);
-            for (int tile = cta.lane; tile < tiles; tile += kWarpSize)
-                bulk_load(s.weights + tile * kTileBytes, weights + (kRegTiles * kMultiplyWarps + tile) * (kSteps * kWarpSize), kTileBytes, &s.control->weights_arrived);
             for (int index = 0; index < min(2, passes.count); ++index) stage_base(p, s, cta, passes.at(index));
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
@@ -333,14 +338,16 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
     cta.whole = cta.rows == staged_rows(p);
     cta.batch = is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p);
-    const Passes passes(cta.batch, p.gamma, p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0);
+    const int first_step = p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0;
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).
     if (cta.warp < kMultiplyWarps) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TPW_MULTIPLY_REGISTERS));
-        multiply_warps(p, s, cta, passes);
+        multiply_warps(p, s, cta, first_step);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TPW_SERVICE_REGISTERS));
         cta.warp -= kMultiplyWarps;
-        Service(p, s, cta, passes).run();
+        if (cta.warp == 0 && cta.lane == 0) load_shared_tiles(p, s, cta, first_step);
+        __syncwarp();
+        Service(p, s, cta, Passes(cta.batch, p.gamma, first_step)).run();
     }
 }

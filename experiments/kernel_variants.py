@@ -332,8 +332,8 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     W2: (
         Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
-        Edit("walk.cu", r"tile < tiles \? load_weights\(.*?\) : make_uint4\(0, 0, 0, 0\);", "zeros(s, cta);"),
-        Edit("walk.cu", r"(const int tiles = )passes\.count > 0 \? p\.smem_tiles : 0;", r"\g<1>0;"),
+        Edit("walk.cu", r"load_weights\(cta_weights[^\n]*;", "zeros(s, cta);"),
+        Edit("walk.cu", r"(const int tiles = )has_passes\(.*?\) \? p\.smem_tiles : 0;", r"\g<1>0;"),
         Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
         Edit(
             "multiply.cuh", r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"

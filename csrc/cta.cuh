@@ -4,8 +4,8 @@
 // agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
 // ahead of or behind the dot products, which so never wait for the exchange. Noise is drawn by the multiply warps.
 //
-// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_REG_TILES (tiles of W2 that a warp
-// keeps in registers), TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
+// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those
+// that a warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
 // pass multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one), TPW_ROUNDING,
 // TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
@@ -24,7 +24,12 @@ constexpr int kMultiplyWarps = TPW_MULTIPLY_WARPS;
 constexpr int kServiceWarps = TPW_SERVICE_WARPS;
 constexpr int kServiceThreads = kServiceWarps * kWarpSize;
 constexpr int kThreads = (kMultiplyWarps + kServiceWarps) * kWarpSize;
+// 16-row tiles of W2: CTA c owns [c * kTilesPerCta, (c + 1) * kTilesPerCta). Of those that follow the register tiles, kSmemTiles
+// stay in shared memory.
+constexpr int kTilesPerCta = TPW_TILES_PER_CTA;
 constexpr int kRegTiles = TPW_REG_TILES;
+constexpr int kSmemTiles = TPW_SMEM_TILES;
+constexpr int kBaseStageBytes = TPW_BASE_STAGE_BYTES;  // of one request's staged base logits, a multiple of 16
 constexpr int kColumnGroups = TPW_COLUMN_GROUPS;
 constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
 constexpr int kWarpRequests = kRequests / kServiceWarps;   // request q of a pass is looked after by service warp q % kServiceWarps
@@ -195,29 +200,29 @@ static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES hol
 
 // Tiles that buffers have room for: those that a CTA owns, or as many as its warps' registers would hold, so that nothing has
 // to be left out when they hold fewer.
-__device__ __forceinline__ int staged_tiles(const WalkParams& p) { return max(p.tiles_per_cta, kRegTiles * kMultiplyWarps); }
-__device__ __forceinline__ int staged_rows(const WalkParams& p) { return staged_tiles(p) * kTileRows; }
-__device__ __forceinline__ int staged_rounds(const WalkParams& p) { return (staged_tiles(p) + kRoundTiles - 1) / kRoundTiles; }
+constexpr int kStagedTiles = kTilesPerCta > kRegTiles * kMultiplyWarps ? kTilesPerCta : kRegTiles * kMultiplyWarps;
+constexpr int kStagedRows = kStagedTiles * kTileRows;
+constexpr int kStagedRounds = (kStagedTiles + kRoundTiles - 1) / kRoundTiles;
 
 // Shared memory in this order; the host half is placement.place. Where there are two of a thing, passes take turns.
 struct Smem {
     unsigned char* weights;  // [smem tile]
     unsigned char* u;        // [2][column group]
-    unsigned char* base;     // [2][request] staged base logits, base_stage_bytes each
+    unsigned char* base;     // [2][request] staged base logits, kBaseStageBytes each
     float4* noise;           // [round][lane request][multiply thread], approximate; of the next pass alone
     Best* best;              // [2][request][kBestStride]
     float* row_scales;       // [rows]
     Control* control;
     RowState* rows;          // [batch]
 
-    __device__ __forceinline__ Smem(unsigned char* start, const WalkParams& p) {
+    __device__ __forceinline__ explicit Smem(unsigned char* start) {
         weights = start;
-        u = weights + p.smem_tiles * kTileBytes;
+        u = weights + kSmemTiles * kTileBytes;
         base = u + 2 * kColumnGroups * kUBytes;
-        noise = reinterpret_cast<float4*>(base + 2 * kRequests * p.base_stage_bytes);
-        best = reinterpret_cast<Best*>(noise + (kNoiseAhead ? staged_rounds(p) * Dot::kLaneRequests * kMultiplyWarps * kWarpSize : 0));
+        noise = reinterpret_cast<float4*>(base + 2 * kRequests * kBaseStageBytes);
+        best = reinterpret_cast<Best*>(noise + (kNoiseAhead ? kStagedRounds * Dot::kLaneRequests * kMultiplyWarps * kWarpSize : 0));
         row_scales = reinterpret_cast<float*>(best + 2 * kRequests * kBestStride);
-        control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? staged_rows(p) : 0));
+        control = reinterpret_cast<Control*>(row_scales + (TPW_INT8 ? kStagedRows : 0));
         rows = reinterpret_cast<RowState*>(reinterpret_cast<unsigned char*>(control) + TPW_CONTROL_BYTES);
     }
 
@@ -232,8 +237,8 @@ struct Round {
     int start;   // first row
     bool paired;
 
-    __device__ __forceinline__ Round(const WalkParams& p, const Cta& cta, int round) {
-        const int pairs = min(max(p.tiles_per_cta - round * kRoundTiles - kMultiplyWarps, 0), kMultiplyWarps);
+    __device__ __forceinline__ Round(const Cta& cta, int round) {
+        const int pairs = min(max(kTilesPerCta - round * kRoundTiles - kMultiplyWarps, 0), kMultiplyWarps);
         start = round * kRoundTiles * kTileRows + (cta.warp + min(cta.warp, pairs)) * kTileRows;
         paired = cta.warp < pairs;
     }
@@ -243,8 +248,8 @@ struct Round {
 };
 
 // The first of the two rows that the lane has of its warp's tile `slot`.
-__device__ __forceinline__ int tile_row(const WalkParams& p, const Cta& cta, int slot) {
-    const Round round(p, cta, slot / 2);
+__device__ __forceinline__ int tile_row(const Cta& cta, int slot) {
+    const Round round(cta, slot / 2);
     return round.lane_row(cta.lane) + slot % 2 * 2;
 }
 
@@ -297,13 +302,13 @@ __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, c
     if (cta.lane == 0) mbarrier_expect(arrived, all_bytes);
     __syncwarp();
     if (copies)
-        bulk_load(s.base + (pass.buffer() * kRequests + cta.lane) * p.base_stage_bytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
+        bulk_load(s.base + (pass.buffer() * kRequests + cta.lane) * kBaseStageBytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
 }
 
 // The staged base logit of the CTA's first row, of request `request` of the pass.
 __device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request) {
     const uint32_t shift = base_shift(p, cta, pass.first_row + request, pass.step);
-    return reinterpret_cast<BaseLogit*>(s.base + (pass.buffer() * kRequests + request) * p.base_stage_bytes + shift);
+    return reinterpret_cast<BaseLogit*>(s.base + (pass.buffer() * kRequests + request) * kBaseStageBytes + shift);
 }
 
 // ---- rows of the batch -----------------------------------------------------------------------------------------------
@@ -344,8 +349,8 @@ __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, c
         const int request = Dot::lane_request(cta.lane, which);
         if (request >= pass.requests || s.rows[pass.first_row + request].temperature == 0.0f) continue;
         const NoiseStream stream = noise_stream(s.rows[pass.first_row + request], pass.step);
-        for (int round = 0; round * kRoundTiles + cta.warp < p.tiles_per_cta; ++round) {
-            const int row = Round(p, cta, round).lane_row(cta.lane);
+        for (int round = 0; round * kRoundTiles + cta.warp < kTilesPerCta; ++round) {
+            const int row = Round(cta, round).lane_row(cta.lane);
             float4 noise = stream.approximate((p.shard_start + cta.first_row + row) / 4);
             if (row & 2) noise.x = noise.z, noise.y = noise.w;  // of a tile without a partner
             *lane_noise(s, cta, round, which) = noise;

@@ -161,7 +161,7 @@ struct LaneRequests {
         constexpr int kPairs = kTiles / 2;
         int rows[kPairs + 1];
 #pragma unroll
-        for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(p, cta, slots[2 * i]);
+        for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(cta, slots[2 * i]);
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group) {
             // All base logits are loaded first: the tiles' chains of latencies overlap.
@@ -259,7 +259,7 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
                                                   const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
     constexpr int kAhead = 8;  // fragments in flight
     const Fragment* source = p.w2_fragments +
-                             (static_cast<int64_t>(cta.index) * p.tiles_per_cta + (kRegTiles + shared_slot) * kMultiplyWarps + cta.warp) * (kSteps * kWarpSize) + cta.lane;
+                             (static_cast<int64_t>(cta.index) * kTilesPerCta + (kRegTiles + shared_slot) * kMultiplyWarps + cta.warp) * (kSteps * kWarpSize) + cta.lane;
     Dot::Accumulator acc[1][kColumnGroups][4] = {};
 #pragma unroll
     for (int first = 0; first < kSteps; first += kAhead) {
@@ -284,7 +284,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     for (int group = 0; group < kColumnGroups; ++group)
         b[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane, (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
 
-    const int shared_slots = (p.smem_tiles - cta.warp + kMultiplyWarps - 1) / kMultiplyWarps;
+    const int shared_slots = kSmemTiles / kMultiplyWarps + (cta.warp < kSmemTiles % kMultiplyWarps);
     // Every chunk of tiles reads all of u, so few and large ones are best. One group of columns leaves the registers for tiles of
     // both kinds at once, two for one more. An odd number of register tiles needs the partner of its last.
     constexpr int kBeside = kColumnGroups == 1 ? 3 : kRegTiles % 2;
@@ -321,7 +321,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         shared_tiles();
     }
     // Tiles beyond those in shared memory go on in the same order; which warp streams one follows from its number alone.
-    for (int tile = kRegTiles * kMultiplyWarps + p.smem_tiles; tile < p.tiles_per_cta; ++tile)
+    for (int tile = kRegTiles * kMultiplyWarps + kSmemTiles; tile < kTilesPerCta; ++tile)
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;
@@ -382,8 +382,8 @@ __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Sme
         for (int entry = owner % kLanes; entry < kBestEntries; entry += kLanes) {
             Cta theirs = cta;
             theirs.warp = entry_warp(entry);
-            for (int round = 0; round * kRoundTiles + theirs.warp < p.tiles_per_cta; ++round) {
-                const Round rows(p, theirs, round);
+            for (int round = 0; round * kRoundTiles + theirs.warp < kTilesPerCta; ++round) {
+                const Round rows(theirs, round);
                 const int row = rows.start + cta.lane;
                 if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
             }

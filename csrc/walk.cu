@@ -35,10 +35,10 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     // each 256 bytes of them take a read of DRAM, with nothing else on its way.
     Fragment weights[kRegTiles][kSteps];
     if (has_passes(p, cta, first_step)) {
-        const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * p.tiles_per_cta * (kSteps * kWarpSize) + cta.lane;
+        const Fragment* cta_weights = p.w2_fragments + static_cast<int64_t>(cta.index) * kTilesPerCta * (kSteps * kWarpSize) + cta.lane;
 #pragma unroll
         for (int i = 0; i < kRegTiles; ++i) {
-            const int tile = min(i * kMultiplyWarps + cta.warp, p.tiles_per_cta - 1);  // beyond them no rows exist, whatever is multiplied
+            const int tile = min(i * kMultiplyWarps + cta.warp, kTilesPerCta - 1);  // beyond them no rows exist, whatever is multiplied
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) weights[i][k] = load_weights(cta_weights + tile * (kSteps * kWarpSize) + k * kWarpSize);
         }
@@ -69,11 +69,11 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
 // By one thread, before anything else: W2's other tiles are on their way into shared memory, and the barriers exist.
 __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Smem& s, const Cta& cta, int first_step) {
     // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
-    const int tiles = has_passes(p, cta, first_step) ? p.smem_tiles : 0;
+    const int tiles = has_passes(p, cta, first_step) ? kSmemTiles : 0;
     uint64_t* arrived = &s.control->weights_arrived;
     mbarrier_init(arrived, 1);
     mbarrier_expect(arrived, tiles * kTileBytes);
-    const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * p.tiles_per_cta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
+    const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * kTilesPerCta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
     if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -328,15 +328,15 @@ struct Service {
 extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid_constant__ tpw::WalkParams p) {
     using namespace tpw;
     extern __shared__ __align__(128) unsigned char shared_memory[];
-    const Smem s(shared_memory, p);
+    const Smem s(shared_memory);
     Cta cta;
     cta.lane = threadIdx.x % kWarpSize;
     cta.warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);  // in a uniform register, and not worked out again and again
     cta.index = blockIdx.x;
     cta.count = gridDim.x;
-    cta.first_row = blockIdx.x * p.tiles_per_cta * kTileRows;
-    cta.rows = min(max(p.shard_width - cta.first_row, 0), p.tiles_per_cta * kTileRows);
-    cta.whole = cta.rows == staged_rows(p);
+    cta.first_row = blockIdx.x * kTilesPerCta * kTileRows;
+    cta.rows = min(max(p.shard_width - cta.first_row, 0), kTilesPerCta * kTileRows);
+    cta.whole = cta.rows == kStagedRows;
     cta.batch = is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p);
     const int first_step = p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0;
     // The registers of the SM go to those who hold W2 in them (warp groups of four change theirs together).

@@ -24,9 +24,6 @@ struct WalkParams {
     int32_t shard_start;
     int32_t shard_width;
     int32_t rank;
-    int32_t tiles_per_cta;       // 16-row tiles of W2; CTA c owns [c * tiles_per_cta, (c + 1) * tiles_per_cta)
-    int32_t smem_tiles;          // of those that follow the register tiles, how many stay in shared memory
-    int32_t base_stage_bytes;    // of one request's staged base logits in shared memory, a multiple of 16
 
     // this launch
     const void* base_logits;     // column 0 is this shard's first id

@@ -142,7 +142,7 @@ __device__ __forceinline__ bool poisoned(const Exchange& exchange) {
 // ---- waits -----------------------------------------------------------------------------------------------------------
 
 // The slow look of a wait that has last seen `seen` in place of `expected`: true when the wait must be given up.
-__device__ __forceinline__ bool hopeless(const Exchange& exchange, const Site& site, u64 expected, u64 seen) {
+__device__ __noinline__ bool hopeless(const Exchange exchange, const Site site, u64 expected, u64 seen) {
     if (poisoned(exchange)) return true;
     if (diverged(expected, seen)) {
         fail(exchange, TPW_CODE_MISMATCH, site, 0, expected, seen);

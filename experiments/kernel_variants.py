@@ -268,7 +268,7 @@ __device__ __forceinline__ Fragment zeros(const Smem& s, const Cta& cta) {
 _ZERO_REGISTERS = """    if (cta.lane == 0) reinterpret_cast<uint4*>(s.best)[cta.warp] = make_uint4(0, 0, 0, 0);
     __syncwarp();
 """
-_ZERO_TILE = """        if (p.smem_tiles > 0)
+_ZERO_TILE = """        if (kSmemTiles > 0)
             for (int i = thread; i < kTileBytes / 16; i += kServiceThreads)
                 reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
 """
@@ -332,8 +332,8 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     W2: (
         Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
-        Edit("walk.cu", r"load_weights\(cta_weights[^\n]*;", "zeros(s, cta);"),
-        Edit("walk.cu", r"(const int tiles = )has_passes\(.*?\) \? p\.smem_tiles : 0;", r"\g<1>0;"),
+        Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),
+        Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\) \? kSmemTiles : 0;", r"\g<1>0;"),
         Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
         Edit(
             "multiply.cuh", r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"

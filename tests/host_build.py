@@ -36,6 +36,11 @@ def build(
     (folder / "harness.cpp").write_text(harness)
     library = folder / "harness.so"
     common = ["-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", f"-I{sources}"]
-    common += ["-D__device__=", "-D__forceinline__=inline", *(f"-D{name}={value}" for name, value in macros.items())]
+    common += [
+        "-D__device__=",
+        "-D__forceinline__=inline",
+        "-D__noinline__=",
+        *(f"-D{name}={value}" for name, value in macros.items()),
+    ]
     subprocess.run(["g++", *common, *options, str(folder / "harness.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

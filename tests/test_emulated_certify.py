@@ -143,12 +143,10 @@ class World:
         return p
 
     def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:
-        mine, placement = self.ranks[rank], self._walk.placement
+        mine = self.ranks[rank]
         noise = None if inputs.noise is None else Noise(inputs.noise.key, mine.offsets)
         p = self._common(rank, inputs._replace(num_valid=mine.left[0], noise=noise), "tp_bf16")
         p.w2_fragments = self._fragments[rank].data_ptr()
-        p.tiles_per_cta, p.smem_tiles = placement.tiles_per_cta, placement.smem_tiles
-        p.base_stage_bytes = placement.base_stage_bytes
         p.first_step, p.batch_rows = mine.left[1:].data_ptr(), mine.left[2:].data_ptr()
         return p
 

@@ -68,8 +68,6 @@ def test_a_late_cta_of_an_empty_block_waits_for_nothing(
         p.startup_deadline_ns = p.steady_deadline_ns = DEADLINE_NS
         p.vocab_size = p.target_vocab_size = VOCAB
         p.shard_start, p.shard_width, p.rank, p.shares = rank * VOCAB // WORLD, VOCAB // WORLD, rank, 1
-        p.tiles_per_cta, p.smem_tiles = one.placement.tiles_per_cta, one.placement.smem_tiles
-        p.base_stage_bytes = one.placement.base_stage_bytes
         executors.describe_walk(p, inputs, "tp_bf16", "engine")
         executors.point_at_base(p, base, True)
         given.append(p)

@@ -66,12 +66,13 @@ def test_a_register_tile_beyond_the_first_is_every_warps(int8: bool, markov_rank
 DEVICE = """
 template <typename T> inline T min(T a, T b) {{ return a < b ? a : b; }}
 template <typename T> inline T max(T a, T b) {{ return a > b ? a : b; }}
-struct WalkParams {{ int tiles_per_cta; }};
+static int kTilesPerCta;  // of the kernel a constant
 struct Cta {{ int lane, warp; }};
 constexpr int kMultiplyWarps = {warps}, kTileRows = {tile_rows}, kRoundTiles = 2 * kMultiplyWarps;
 {code}
 extern "C" int first_row(int tiles, int warp, int slot, int lane) {{
-    return tile_row({{tiles}}, {{lane, warp}}, slot);
+    kTilesPerCta = tiles;
+    return tile_row({{lane, warp}}, slot);
 }}
 """
 

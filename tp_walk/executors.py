@@ -279,11 +279,7 @@ class KernelExecutor:
             base = base.float()
         p = self._params
         rows = -(-base.shape[0] // p.shares)
-        launch, chosen = self._chosen(base.dtype == torch.float32, sampled, logits, rows)
-        placement = chosen.placement
-        p.tiles_per_cta = placement.tiles_per_cta
-        p.smem_tiles = placement.smem_tiles
-        p.base_stage_bytes = placement.base_stage_bytes
+        launch, _ = self._chosen(base.dtype == torch.float32, sampled, logits, rows)
         describe_walk(
             p, inputs, self.name, self._context.rounding, on_ranks, self._base_code(base, inputs.base_is_full)
         )

@@ -60,12 +60,19 @@ struct Scoring {
         return limitless ? kTop : ordered(__fadd_rn(value, noise));
     }
 
-    // The score itself, of a dot and exact noise.
-    __device__ __forceinline__ int32_t score(float base, float dot, float noise) const {
+    // The scores themselves, of an id's dots after two tokens and exact noise.
+    __device__ __forceinline__ void scores(float base, float first_dot, float second_dot, float noise, int32_t (&scores)[2]) const {
         const float bases[2] = {base, base};
-        float values[2] = {dot, dot};
+        float values[2] = {first_dot, second_dot};
         add_base<kRounding>(bases, values);
-        return ordered(sampled() ? __fadd_rn(__fdiv_rn(values[0], temperature), noise) : values[0]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scores[i] = ordered(sampled() ? __fadd_rn(__fdiv_rn(values[i], temperature), noise) : values[i]);
+    }
+
+    __device__ __forceinline__ int32_t score(float base, float dot, float noise) const {
+        int32_t found[2];
+        scores(base, dot, dot, noise, found);
+        return found[0];
     }
 
     // What no score of an id with a selection score of `selection` or less exceeds, after a token whose dots are `bound` at most.
@@ -119,18 +126,30 @@ __device__ __forceinline__ Word pack(const Candidate (&candidates)[kWordCandidat
     return {static_cast<u64>(parts[1]) << 32 | parts[0], block << 32 | parts[2]};
 }
 
-__device__ __forceinline__ void unpack(const Word& word, bool sampled, Candidate (&candidates)[kWordCandidates]) {
-    const uint32_t parts[3] = {static_cast<uint32_t>(word.key), static_cast<uint32_t>(word.key >> 32), static_cast<uint32_t>(word.tag)};
-    if constexpr (kWordCandidates == 1) {
-        candidates[0] = {static_cast<int32_t>(parts[0]), parts[2], __uint_as_float(parts[1])};
-    } else {
-#pragma unroll
-        for (int i = 0; i < kWordCandidates; ++i) {
-            const int32_t score = unround_score(parts[i] >> 16, sampled);
-            const float base = kWordCandidates == 2 ? __uint_as_float(parts[2] >> 16 * i << 16) : from_ordered(score);
-            candidates[i] = {score, parts[i] & 0xffff, base};
-        }
+// A received word without its block.
+struct Parts {
+    uint32_t of[3];
+
+    __device__ __forceinline__ static Parts from(const Word& word) {
+        return {{static_cast<uint32_t>(word.key), static_cast<uint32_t>(word.key >> 32), static_cast<uint32_t>(word.tag)}};
     }
+
+    // Candidate i's score as an integer to compare; what lies below kOrderMask is no part of it.
+    __device__ __forceinline__ int32_t order(int i) const { return static_cast<int32_t>(of[i]); }
+    __device__ __forceinline__ uint32_t place(int i) const { return kWordCandidates == 1 ? of[2] : of[i] & 0xffff; }
+
+    __device__ __forceinline__ float base(int i, bool sampled) const;
+};
+
+constexpr uint32_t kOrderMask = kWordCandidates == 1 ? 0 : 0xffff;
+constexpr int kOrderShift = kWordCandidates == 1 ? 0 : 16;
+
+__device__ __forceinline__ int32_t score_of(int32_t order, bool sampled) {
+    return kWordCandidates == 1 ? order : unround_score(static_cast<uint32_t>(order) >> 16, sampled);
+}
+
+__device__ __forceinline__ float Parts::base(int i, bool sampled) const {
+    return kWordCandidates == 1 ? __uint_as_float(of[1]) : kWordCandidates == 2 ? __uint_as_float(of[2] >> 16 * i << 16) : from_ordered(score_of(order(i), sampled));
 }
 
 __device__ __forceinline__ int column_of(int place, int unit, int units) { return (place / kChunkIds * units + unit) * kChunkIds + place % kChunkIds; }

@@ -48,137 +48,218 @@ struct Chase {
 
     __device__ __forceinline__ int64_t target(uint32_t id) const { return p.walk.d2t ? p.walk.d2t[id] : static_cast<int64_t>(id); }
 
-    // The words of all ranks into shared memory. False when the walk has failed. `left_out`: the largest that any unit left out.
-    __device__ __forceinline__ bool gather(int32_t& largest, int32_t& left_out) const {
+    // Of what was sent, in the order of candidates.cuh, the thread's word i.
+    __device__ __forceinline__ int word_index(int i) const { return thread + i * kCertifyThreads; }
+
+    __device__ __forceinline__ const char* list() const {
+        return p.lists[p.walk.rank] + list_offset(p, watch.block, step * p.walk.batch + batch_row, 0, 0);
+    }
+
+    // The words of all ranks, which each thread keeps in its registers. False when the walk has failed. `left_out`: of the largest
+    // that any unit left out; what isn't a candidate has kNothing's order afterwards.
+    __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest, int32_t& left_out) const {
         const int words = TPW_WORLD_SIZE * p.units * kUnitWords;
-        const char* list = p.lists[p.walk.rank] + list_offset(p, watch.block, step * p.walk.batch + batch_row, 0, 0);
+        const char* first = list() + thread * TPW_WORD_BYTES;
+        Word word[kThreadWords] = {};
+        uint32_t missing = 0;
+#pragma unroll
+        for (int i = 0; i < kThreadWords; ++i) missing |= uint32_t(word_index(i) < words) << i;
+        const uint32_t own = missing;
         bool alive = true;
-        int32_t best = kNothing, most = kNothing;
-        // Loads in flight: all that a thread has, unless they are too many for its registers.
-        constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;
-        constexpr int kAhead = kThreadWords < 5 ? kThreadWords : 5;
-        for (int first = thread; first < words && alive; first += kAhead * kCertifyThreads) {
-            Word word[kAhead];
+        for (u32 polls = 1; missing != 0; ++polls) {
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i)
-                if (first + i * kCertifyThreads < words) word[i] = load_word<Scope::sys>(list + (first + i * kCertifyThreads) * TPW_WORD_BYTES);
+            for (int i = 0; i < kThreadWords; ++i) load_word_if(missing >> i & 1, first + i * kCertifyThreads * TPW_WORD_BYTES, word[i]);
 #pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                const int at = first + i * kCertifyThreads;
-                if (at >= words || !alive) continue;
-                const int unit = at / kUnitWords, source = unit / p.units;
-                for (u32 polls = 1; !is_of_block(word[i], watch.block); ++polls) {
-                    const Site site{TPW_WAIT_RESULT, u32(source), u32(step), u32(batch_row)};
-                    if (polls % POLLS_PER_LOOK == 0 && hopeless(watch, site, header_tag(watch.block), header_tag(word[i].tag >> 32))) {
-                        alive = false;
-                        break;
-                    }
-                    word[i] = load_word<Scope::sys>(list + at * TPW_WORD_BYTES);
-                }
-                Candidate candidates[kWordCandidates];
-                unpack(word[i], scoring.sampled(), candidates);
-#pragma unroll
-                for (int j = 0; j < kWordCandidates; ++j) {
-                    const int slot = at % kUnitWords * kWordCandidates + j;
-                    if (slot == kList) {
-                        most = max(most, candidates[j].score);
-                    } else if (slot < kList) {
-                        const int entry = unit * kList + slot;
-                        s.score[entry] = candidates[j].score;
-                        s.base[entry] = candidates[j].base;
-                        s.id[entry] = p.shard_starts[source] + column_of(candidates[j].place, unit % p.units, p.units);
-                        best = max(best, candidates[j].score);
-                    }
-                }
+            for (int i = 0; i < kThreadWords; ++i)
+                if (is_of_block(word[i], watch.block)) missing &= ~(1u << i);
+            if (missing == 0 || polls % POLLS_PER_LOOK != 0) continue;
+            const Site site{TPW_WAIT_RESULT, u32(word_index(__ffs(missing) - 1) / kUnitWords / p.units), u32(step), u32(batch_row)};
+            if (hopeless(watch, site, header_tag(watch.block), 0)) {
+                alive = false;
+                break;
             }
         }
-        if (thread == 0) s.control->counters[0] = s.control->counters[1] = s.control->counters[2] = 0;
+        constexpr int kLast = kList - (kUnitWords - 1) * kWordCandidates;  // in a unit's last word: what was left out
+        int32_t best = kNothing, most = kNothing;
+#pragma unroll
+        for (int i = 0; i < kThreadWords; ++i) {
+            parts[i] = Parts::from(word[i]);
+            if (!(own >> i & 1)) {
+#pragma unroll
+                for (int j = 0; j < kWordCandidates; ++j) parts[i].of[j] = static_cast<uint32_t>(kNothing);
+            } else if (word_index(i) % kUnitWords == kUnitWords - 1) {
+                most = max(most, parts[i].order(kLast));
+                parts[i].of[kLast] = static_cast<uint32_t>(kNothing);
+            }
+#pragma unroll
+            for (int j = 0; j < kWordCandidates; ++j) best = max(best, parts[i].order(j));
+        }
+        if (thread == 0) s.control->counters[0] = s.control->counters[1] = 0;
         best = __reduce_max_sync(kFullWarp, best);
         most = __reduce_max_sync(kFullWarp, most);
         if (lane == 0) s.control->largest[warp] = best, s.control->left_out[warp] = most;
         if (__syncthreads_or(!alive)) return false;
-        largest = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->largest[lane] : kNothing);
-        left_out = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->left_out[lane] : kNothing);
+        largest = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->largest[lane] : kNothing) | kOrderMask;
+        left_out = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->left_out[lane] : kNothing) | kOrderMask;
         return true;
     }
 
-    // A score, not below `least`, that no more than `most` entries exceed; and no fewer than three quarters as many, unless
-    // fewer exceed `least` or too many are equal. Bins halve the interval eight times a turn, and as a rule one turn is enough.
-    __device__ __forceinline__ int32_t threshold_of(int most, int entries, int32_t least, int32_t largest) const {
-        uint32_t above = least, width = largest > least ? static_cast<uint32_t>(largest) - above : 0;  // the scores in question
-        int count = 0;  // of entries beyond them
-        while (width > 0) {
-            for (int bin = thread; bin < kBins; bin += kCertifyThreads) s.bins()[bin] = 0;
+    __device__ __forceinline__ int count_above(const Parts (&parts)[kThreadWords], int32_t threshold) const {
+        int above = 0;
+#pragma unroll
+        for (int i = 0; i < kThreadWords; ++i)
+#pragma unroll
+            for (int j = 0; j < kWordCandidates; ++j) above += parts[i].order(j) > threshold;
+        return above;
+    }
+
+    // An order, not below `least`, that no more than kTier entries exceed; and no fewer than three quarters as many, unless fewer
+    // exceed `least` or too many are equal. Three are tried a turn, with one barrier.
+    __device__ __forceinline__ int32_t threshold_of(const Parts (&parts)[kThreadWords], int32_t least, int32_t largest) const {
+        uint32_t low = least, width = (static_cast<uint32_t>(largest) - low) >> kOrderShift;
+        if (largest <= least) return least;
+        // Most entries are near the least.
+        uint32_t tried[3] = {0, width / 16, width / 4};
+        for (int turn = 0;; ++turn) {
+            uint32_t counts[3];
+#pragma unroll
+            for (int i = 0; i < 3; ++i) counts[i] = count_above(parts, low + (tried[i] << kOrderShift));
+            const uint32_t two = __reduce_add_sync(kFullWarp, counts[1] << 16 | counts[0]), third = __reduce_add_sync(kFullWarp, counts[2]);
+            uint32_t(&told)[2][kCertifyWarps] = s.control->counts[turn & 1];
+            if (lane == 0) told[0][warp] = two, told[1][warp] = third;
             __syncthreads();
-            const int shift = bin_shift<kBinBits>(width);
-            for (int entry = thread; entry < entries; entry += kCertifyThreads) {
-                const uint32_t distance = static_cast<uint32_t>(s.score[entry]) - above - 1;
-                if (s.score[entry] > static_cast<int32_t>(above) && distance < width) atomicAdd(&s.bins()[distance >> shift], 1);
-            }
-            __syncthreads();
-            const uint32_t first = first_bin<kBinBits>(s.bins(), lane, most, count);
-            __syncthreads();  // everyone has read the bins
-            if (first == 0) return above;
-            above += (first - 1) << shift, width = 1u << shift;
-            if (shift == 0 || count * 4 >= most * 3) return above + width;
+            const uint32_t sum = __reduce_add_sync(kFullWarp, lane < kCertifyWarps ? told[0][lane] : 0u);
+            counts[0] = sum & 0xffff, counts[1] = sum >> 16;
+            counts[2] = __reduce_add_sync(kFullWarp, lane < kCertifyWarps ? told[1][lane] : 0u);
+            if (turn == 0 && counts[0] <= kTier) return least;
+            uint32_t from = 0, to = width, held = 0;
+#pragma unroll
+            for (int i = 2; i >= 0; --i)
+                if (counts[i] <= kTier) to = tried[i], held = counts[i];
+#pragma unroll
+            for (int i = 0; i < 3; ++i)
+                if (counts[i] > kTier) from = tried[i];
+            low += from << kOrderShift, width = to - from;
+            if (width <= 1 || held * 4 >= kTier * 3) return low + (width << kOrderShift);
+            tried[0] = width / 4, tried[1] = width / 2, tried[2] = width / 2 + width / 4;
         }
-        return least;
     }
 
     __device__ __forceinline__ float exact_noise(uint32_t id) const { return scoring.sampled() ? exact_noise_of(noise_stream(row, step), id) : 0.0f; }
 
-    // What a step after `token` reads, into L2.
-    __device__ __forceinline__ void prefetch_token(int64_t token) const {
-        prefetch_l2(p.bounds + token);
-        for (int at = 0; at < TPW_RANK / 8; at += 8) prefetch_l2(p.walk.u_rows + token * (TPW_RANK / 8) + at);
+    // unit: of all ranks'.
+    __device__ __forceinline__ uint32_t id_of(uint32_t unit, uint32_t place) const {
+        int source = 0, of_source = unit;
+        for (; of_source >= p.units; ++source) of_source -= p.units;
+        return p.shard_starts[source] + column_of(place, of_source, p.units);
     }
 
     // The entries above `threshold` become the first tier, with all that scoring them takes; its rows of W2 are then on their way.
-    // Those above `likely` are told to the next step. Returns how many rows.
-    __device__ __forceinline__ int load_tier(int entries, int32_t threshold, int32_t likely) const {
-        for (int entry = thread; entry < entries; entry += kCertifyThreads) {
-            if (s.score[entry] <= threshold) continue;
-            const int slot = atomicAdd(&s.control->counters[0], 1);
-            s.tier_base[slot] = s.base[entry];
-            s.tier_id[slot] = s.id[entry];
-            if (s.score[entry] > likely) s.control->likely[atomicAdd(&s.control->counters[2], 1)] = static_cast<uint32_t>(target(s.id[entry]));
+    // The best of them are told to the next step. Returns how many rows.
+    __device__ __forceinline__ int load_tier(const Parts (&parts)[kThreadWords], int32_t threshold, int32_t largest) const {
+        const int own = count_above(parts, threshold);
+        int slot = own;
+#pragma unroll
+        for (int distance = 1; distance < kWarpSize; distance *= 2) {
+            const int before = __shfl_up_sync(kFullWarp, slot, distance);
+            if (lane >= distance) slot += before;
+        }
+        int first = 0;
+        if (lane == kWarpSize - 1) first = atomicAdd(&s.control->counters[0], slot);
+        slot += __shfl_sync(kFullWarp, first, kWarpSize - 1) - own;
+#pragma unroll
+        for (int i = 0; i < kThreadWords; ++i) {
+            const uint32_t unit = word_index(i) / kUnitWords;
+#pragma unroll
+            for (int j = 0; j < kWordCandidates; ++j)
+                if (parts[i].order(j) > threshold) {
+                    s.tier_order[slot] = parts[i].order(j);
+                    s.tier_place[slot] = unit << 16 | parts[i].place(j);
+                    if (kWordCandidates < 3) s.tier_base[slot] = parts[i].base(j, true);
+                    ++slot;
+                }
         }
         __syncthreads();
         const int rows = s.control->counters[0];
-        if (warp == 0 && step + 1 < p.walk.gamma)
-            store_word<Scope::gpu>(likely_word(p, step, batch_row, lane), lane < s.control->counters[2] ? s.control->likely[lane] : kNoToken, header_tag(watch.block));
-        for (int slot = warp; slot < rows; slot += kCertifyWarps) {
-            const unsigned char* source = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(s.tier_id[slot]) * TPW_RANK);
-            for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + slot * kRowBytes + at, source + at);
+        const int row_slot = warp + lane * kCertifyWarps;
+        uint32_t id = 0;
+        if (lane < kWarpRows && row_slot < rows) {
+            const uint32_t place = s.tier_place[row_slot];
+            s.tier_id[row_slot] = id = id_of(place >> 16, place & 0xffff);
+            if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
+        }
+        const unsigned char* rows_of_w2 = reinterpret_cast<const unsigned char*>(p.w2);
+#pragma unroll 4
+        for (int i = 0; i < kWarpRows; ++i) {
+            const int to = warp + i * kCertifyWarps;
+            const unsigned char* source = rows_of_w2 + static_cast<int64_t>(__shfl_sync(kFullWarp, id, i)) * (TPW_RANK * 2);
+            if (to < rows)
+                for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + to * kRowBytes + at, source + at);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
-        for (int slot = thread; slot < rows; slot += kCertifyThreads) {
-            prefetch_token(target(s.tier_id[slot]));
-            s.tier_noise[slot] = exact_noise(s.tier_id[slot]);
-        }
+        if (warp == 0 && step + 1 < p.walk.gamma) tell_likely(rows, threshold, largest);
+        if (lane < kWarpRows && row_slot < rows) s.tier_noise[row_slot] = exact_noise(id);
         return rows;
     }
 
-    // W2's rows of all entries above `least`, into L2, while it isn't known yet which of them are the first tier; the others are a
-    // second one's, should it come to that. Where steps are few: else these would be in the way of what all need.
-    __device__ __forceinline__ void prefetch_rows(int entries, int32_t least) const {
-        if (p.walk.batch * p.walk.gamma * 4 > static_cast<int>(gridDim.x)) return;
-        for (int entry = thread; entry < entries; entry += kCertifyThreads) {
-            if (s.score[entry] <= least) continue;
-            const bf16* row = p.w2 + static_cast<int64_t>(s.id[entry]) * TPW_RANK;
-            for (int at = 0; at < TPW_RANK; at += 64) prefetch_l2(row + at);
+    // By one warp: the best of the first tier, at most kLikely, to the next step's CTA; what it reads for them is then on its way
+    // into L2.
+    __device__ __forceinline__ void tell_likely(int rows, int32_t threshold, int32_t largest) const {
+        constexpr int kLaneRows = (kTier + kWarpSize - 1) / kWarpSize;
+        int32_t orders[kLaneRows];
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) orders[i] = lane + i * kWarpSize < rows ? s.tier_order[lane + i * kWarpSize] : kNothing;
+        uint32_t low = threshold, width = (static_cast<uint32_t>(largest) - low) >> kOrderShift;
+        uint32_t tried = 0;  // at first whether all are few enough
+        while (true) {
+            int above = 0;
+#pragma unroll
+            for (int i = 0; i < kLaneRows; ++i) above += orders[i] > static_cast<int32_t>(low + (tried << kOrderShift));
+            above = __reduce_add_sync(kFullWarp, above);
+            if (above <= kLikely)
+                width = tried;
+            else
+                low += tried << kOrderShift, width -= tried;
+            if (width <= 1 || above <= kLikely && above * 4 >= kLikely * 3) break;
+            tried = width / 2;
         }
+        const int32_t likely = low + (width << kOrderShift);
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) {
+            const uint32_t those = __ballot_sync(kFullWarp, orders[i] > likely);
+            if (orders[i] > likely) s.control->likely[count + __popc(those & ((1u << lane) - 1))] = s.tier_place[lane + i * kWarpSize];
+            count += __popc(those);
+        }
+        __syncwarp();
+        u64 token = kNoToken;
+        if (lane < count) {
+            const uint32_t place = s.control->likely[lane];
+            token = static_cast<u64>(target(id_of(place >> 16, place & 0xffff)));
+        }
+        store_word<Scope::gpu>(likely_word(p, step, batch_row, lane), token, header_tag(watch.block));
+        if (lane < count) prefetch_token(static_cast<int64_t>(token));
+    }
+
+    // What a step after `token` reads, into L2.
+    __device__ __forceinline__ void prefetch_token(int64_t token) const {
+        prefetch_l2(p.bounds + token);
+#pragma unroll
+        for (int at = 0; at < TPW_RANK / 8; at += 8) prefetch_l2(p.walk.u_rows + token * (TPW_RANK / 8) + at);
     }
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
 
-    // u of the tokens that the step before is likely to end with. `before`: on every warp, the lane's of them. False: the walk has
-    // failed.
-    __device__ __forceinline__ bool load_likely(uint32_t& before) const {
+    // The tokens that the step before is likely to end with, on every warp, one a lane. False: the walk has failed.
+    __device__ __forceinline__ bool await_likely(uint32_t& before) const {
         u64 token = kNoToken;
         const bool alive = await_word<Scope::gpu>(watch, likely_word(p, step - 1, batch_row, lane), header_tag(watch.block), step_site(), token);
         before = static_cast<uint32_t>(token);
-        __syncwarp();
+        return __all_sync(kFullWarp, alive);
+    }
+
+    // u of each lane's token into the column of the lane's number.
+    __device__ __forceinline__ void load_columns(uint32_t before) const {
         constexpr int kWarpColumns = kLikely / kCertifyWarps;
         URow u[kWarpColumns];
 #pragma unroll
@@ -188,25 +269,30 @@ struct Chase {
         }
 #pragma unroll
         for (int i = 0; i < kWarpColumns; ++i) u[i].store(s.u + (warp + i * kCertifyWarps) * kColumnBytes, nullptr, 0, lane);
-        return __all_sync(kFullWarp, alive);
     }
 
-    // The transitions of all likely tokens, told to the CTAs of the request.
-    __device__ __forceinline__ void tell_transitions(int rows, int32_t threshold, uint32_t before) const {
+    // The first tier after the tokens of all columns: s.keys of each warp, for all to read.
+    __device__ __forceinline__ void score_columns(int rows) const {
         uint64_t best[2 * kLikelyGroups] = {};  // of the lane's columns
-        const unsigned char* b = s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8;
-        for (int tile = warp; tile * kTileRows < rows; tile += kCertifyWarps) {
-            const int first = tile * kTileRows + lane / 4;
+        if (warp * kTileRows < rows) {
+            const int first = warp * kTileRows + lane / 4;
+            TileRows tile;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) tile.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
             Dot::Accumulator acc[kLikelyGroups][4] = {};
-            multiply_tile<kLikelyGroups>(b, tier_rows(first, rows), acc);
+            multiply_tile<kLikelyGroups>(s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8, tile, acc);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int slot = first + 8 * half;
-                if (slot >= rows) continue;
+                const int slot = min(first + 8 * half, rows - 1);  // the last one again changes nothing
                 const float base = s.tier_base[slot], noise = s.tier_noise[slot];
                 const uint32_t id = s.tier_id[slot];
 #pragma unroll
-                for (int i = 0; i < 2 * kLikelyGroups; ++i) best[i] = max(best[i], make_key(scoring.score(base, acc[i / 2][2 * half + i % 2], noise), id));
+                for (int i = 0; i < kLikelyGroups; ++i) {
+                    int32_t scores[2];
+                    scoring.scores(base, acc[i][2 * half], acc[i][2 * half + 1], noise, scores);
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) best[2 * i + j] = max(best[2 * i + j], make_key(scores[j], id));
+                }
             }
         }
         // The eight lanes that have the same eight columns: each is left with the best of one.
@@ -222,9 +308,12 @@ struct Chase {
         const int own = lane >> 2, column = own / 2 * kColumns + 2 * (lane & 3) + own % 2;
         s.keys[warp * kLikely + column] = best[0];
         __syncthreads();
-        if (warp != 0) return;
+    }
+
+    // By one warp: the transitions of all likely tokens, told to the CTAs of the request.
+    __device__ __forceinline__ void tell_transitions(int32_t threshold, uint32_t before) const {
         uint64_t key = 0;
-#pragma unroll
+#pragma unroll 4
         for (int of = 0; of < kCertifyWarps; ++of) key = max(key, s.keys[of * kLikely + lane]);
         u64 transition = static_cast<u64>(kNoToken) << 32;
         if (before != kNoToken && is_above(key, scoring.limit(threshold, __ldg(p.bounds + before))))
@@ -272,7 +361,7 @@ struct Chase {
     // finds its column of the first group.
     template <int kGroups>
     __device__ __forceinline__ void multiply_tile(const unsigned char* b, const TileRows& rows, Dot::Accumulator (&acc)[kGroups][4]) const {
-#pragma unroll
+#pragma unroll 4  // code that is run once costs more than a loop
         for (int k = 0; k < kSteps; ++k) {
             Fragment a;
             a.x = *reinterpret_cast<const uint32_t*>(rows.of[0] + k * 32);
@@ -284,117 +373,101 @@ struct Chase {
         }
     }
 
-    // Of the first tier, those of which the first is `first`.
-    __device__ __forceinline__ TileRows tier_rows(int first, int rows) const {
-        TileRows found;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) found.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
-        return found;
-    }
-
-    // The best key of 16 rows after the token of `u`. `dot` of row g + 8 * half is handed to `key(half, dot)` by the lanes whose
-    // number in the row's four is `half`.
-    template <typename Key>
-    __device__ __forceinline__ uint64_t score_tile(const unsigned char* u, const TileRows& rows, const Key& key) const {
-        Dot::Accumulator acc[1][4] = {};
-        multiply_tile<1>(u + (lane & 3) * 8, rows, acc);
-        const int half = lane & 3;
-        return half < 2 ? key(half, half == 0 ? acc[0][0] : acc[0][2]) : 0;
-    }
-
-    __device__ __forceinline__ uint64_t cta_best(uint64_t key) const {
-        key = warp_max_key(key);
-        if (lane == 0) s.control->best[warp] = key;
-        __syncthreads();
-        return warp_max_key(lane < kCertifyWarps ? s.control->best[lane] : 0);
-    }
-
-    __device__ __forceinline__ uint64_t score_first(const unsigned char* u, int rows) const {
-        uint64_t best = 0;
-        for (int tile = warp; tile * kTileRows < rows; tile += kCertifyWarps) {
-            const int first = tile * kTileRows + lane / 4;
-            best = max(best, score_tile(u, tier_rows(first, rows), [&](int half, float dot) -> uint64_t {
-                           const int slot = first + 8 * half;
-                           return slot < rows ? make_key(scoring.score(s.tier_base[slot], dot, s.tier_noise[slot]), s.tier_id[slot]) : 0;
-                       }));
-        }
-        return best;
-    }
-
     // The entries from `least` to the first tier's threshold that `best` doesn't exclude. From L2 or HBM: they are few.
-    __device__ __forceinline__ uint64_t score_second(const unsigned char* u, int entries, int32_t least, int32_t threshold, int32_t best, float bound) const {
-        for (int entry = thread; entry < entries; entry += kCertifyThreads) {
-            const int32_t score = s.score[entry];
-            if (score > least && score <= threshold && scoring.limit(score, bound) >= best) s.second[atomicAdd(&s.control->counters[1], 1)] = entry;
+    __device__ __forceinline__ uint64_t score_second(const Parts (&parts)[kThreadWords], int32_t least, int32_t threshold, int32_t best, float bound) const {
+        // Limits rise with scores: those above `cut` are wanted.
+        uint32_t cut = least, width = (static_cast<uint32_t>(threshold) - cut) >> kOrderShift;
+        while (width > 0) {
+            const uint32_t half = width / 2, middle = cut + ((half + 1) << kOrderShift);
+            if (scoring.limit(score_of(middle, scoring.sampled()), bound) >= best)
+                width = half;
+            else
+                cut = middle, width -= half + 1;
         }
+#pragma unroll
+        for (int i = 0; i < kThreadWords; ++i)
+#pragma unroll
+            for (int j = 0; j < kWordCandidates; ++j)
+                if (parts[i].order(j) > static_cast<int32_t>(cut) && parts[i].order(j) <= threshold)
+                    s.second[atomicAdd(&s.control->counters[1], 1)] = word_index(i) * kWordCandidates + j;
         __syncthreads();
         const int count = s.control->counters[1];
         uint64_t found = 0;
         for (int tile = warp; tile * kTileRows < count; tile += kCertifyWarps) {
             const int first = tile * kTileRows + lane / 4;
             TileRows sources;
+            uint32_t ids[2];
+            float bases[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32_t id = s.id[s.second[min(first + 8 * half, count - 1)]];
-                sources.of[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(id) * TPW_RANK) + (lane & 3) * 4;
+                const int entry = s.second[min(first + 8 * half, count - 1)], word = entry / kWordCandidates;
+                const Parts again = Parts::from(load_word<Scope::sys>(list() + word * TPW_WORD_BYTES));
+                uint32_t place = again.place(0);
+                bases[half] = again.base(0, scoring.sampled());
+#pragma unroll
+                for (int j = 1; j < kWordCandidates; ++j)
+                    if (entry % kWordCandidates == j) place = again.place(j), bases[half] = again.base(j, scoring.sampled());
+                ids[half] = id_of(word / kUnitWords, place);
+                sources.of[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(ids[half]) * TPW_RANK) + (lane & 3) * 4;
             }
-            found = max(found, score_tile(u, sources, [&](int half, float dot) -> uint64_t {
-                            if (first + 8 * half >= count) return 0;
-                            const int entry = s.second[first + 8 * half];
-                            return make_key(scoring.score(s.base[entry], dot, exact_noise(s.id[entry])), s.id[entry]);
-                        }));
+            Dot::Accumulator acc[1][4] = {};
+            multiply_tile<1>(s.u + (lane & 3) * 8, sources, acc);
+            const int half = lane & 3;  // the lanes whose number in the row's four is 0 or 1 have a row each
+            if (half < 2 && first + 8 * half < count) {
+                const uint32_t id = half == 0 ? ids[0] : ids[1];
+                found = max(found, make_key(scoring.score(half == 0 ? bases[0] : bases[1], half == 0 ? acc[0][0] : acc[0][2], exact_noise(id)), id));
+            }
         }
         return found;
     }
 
     // True unless the walk has failed.
     __device__ __forceinline__ bool run() const {
-        const int entries = TPW_WORLD_SIZE * p.units * kList;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
+        Parts parts[kThreadWords];
         int32_t largest, left_out;
-        if (!gather(largest, left_out)) return false;
-        prefetch_rows(entries, left_out);
-        const int32_t threshold = threshold_of(kTier, entries, left_out, largest);
-        const int rows = load_tier(entries, threshold, threshold_of(kLikely, entries, threshold, largest));
-        uint32_t before = kNoToken;
-        bool alive = step == 0 || load_likely(before);
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        if (__syncthreads_or(!alive)) return false;
-        if (step > 0) tell_transitions(rows, threshold, before);
+        if (!gather(parts, largest, left_out)) return false;
+        const int32_t threshold = threshold_of(parts, left_out, largest);
+        const int rows = load_tier(parts, threshold, largest);
 
-        u64 token, next;
-        alive = follow(token, next);
-        if (__syncthreads_or(!alive)) return false;
-        if (next != kNoToken) {
-            finish(next, true, rows);
-        } else if (token & kFailed) {
-            finish(token, false, 0);
-        } else {
-            score(token, entries, rows, left_out, threshold);
+        // Of the likely tokens first; and where that is no answer, of the one token, in every column.
+        u64 token = row.previous;
+        uint32_t before = static_cast<uint32_t>(token);
+        bool alive = step == 0 || await_likely(before);
+        for (bool likely = step > 0;; likely = false) {
+            load_columns(before);
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            if (__syncthreads_or(!alive)) return false;
+            score_columns(rows);
+            if (!likely) break;
+            u64 next;
+            if (warp == 0) tell_transitions(score_of(threshold, scoring.sampled()), before);
+            alive = follow(token, next);
+            if (__syncthreads_or(!alive)) return false;
+            if (next != kNoToken) {
+                finish(next, true, rows);
+                return true;
+            }
+            if (token & kFailed) {
+                finish(token, false, 0);
+                return true;
+            }
+            before = static_cast<uint32_t>(token);
         }
-        return true;
-    }
 
-    // The step after a token that has no transition.
-    __device__ __forceinline__ void score(u64 token, int entries, int rows, int32_t left_out, int32_t threshold) const {
-        const int64_t previous = clamped(p.walk, static_cast<int64_t>(token));
-        const float bound = __ldg(p.bounds + previous);
-        unsigned char* u = s.u + warp * kColumnBytes;
-        URow u_row;
-        u_row.load(p.walk.u_rows + previous * (TPW_RANK / 8), nullptr, lane);
-        u_row.store(u, nullptr, 0, lane);
-        __syncwarp();
-        uint64_t key = score_first(u, rows);
-        uint64_t best = cta_best(key);
+        const float bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
+        uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kLikely] : 0);
         int scored = rows;
-        if (threshold > left_out && !is_above(best, scoring.limit(threshold, bound))) {
-            key = max(key, score_second(u, entries, left_out, threshold, key_value(best), bound));
-            __syncthreads();  // everyone has read the warps' best of the first tier
-            best = cta_best(key);
+        if (threshold > left_out && !is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) {
+            const uint64_t key = warp_max_key(score_second(parts, left_out, threshold, key_value(best), bound));
+            if (lane == 0) s.control->best[warp] = key;
+            __syncthreads();
+            best = max(best, warp_max_key(lane < kCertifyWarps ? s.control->best[lane] : 0));
             scored += s.control->counters[1];
         }
-        const bool certified = is_above(best, scoring.limit(left_out, bound));
+        const bool certified = is_above(best, scoring.limit(score_of(left_out, scoring.sampled()), bound));
         finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), certified, scored);
+        return true;
     }
 
     __device__ __forceinline__ void finish(u64 token, bool certified, int scored) const {

@@ -16,7 +16,10 @@ constexpr int kMaxEntries = TPW_MAX_ENTRIES;
 constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions
 constexpr int kLikelyGroups = kLikely / kColumns;
 static_assert(kLikely == kWarpSize, "a lane a token");
-constexpr int kBinBits = 8, kBins = 1 << kBinBits;
+constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;  // of the candidates' words
+static_assert(kThreadWords <= 32, "a bit a word");
+constexpr int kWarpRows = kTier / kCertifyWarps;
+static_assert(kWarpRows == kTileRows || kWarpRows * kCertifyWarps == kTier && kWarpRows < kTileRows, "a warp multiplies one tile at most");
 
 // A token word's key: the token, or this bit and the step that wasn't certified.
 constexpr u64 kFailed = 1ull << 63;
@@ -29,7 +32,8 @@ struct ChaseControl {
     uint64_t best[kCertifyWarps];
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
-    int32_t counters[3];  // rows of the first tier, entries of the second, likely tokens
+    uint32_t counts[2][2][kCertifyWarps];  // of threshold_of: by parity of the turn; two, and the third
+    int32_t counters[2];  // rows of the first tier, entries of the second
     uint32_t likely[kLikely];
     int32_t failed;
 };
@@ -39,14 +43,13 @@ struct ChaseSmem {
     unsigned char* rows;        // [kTier] of W2; before that, Chosen of each warp
     unsigned char* u;           // [kLikely] columns of B fragments; later one a warp
     ChaseControl* control;
-    uint64_t* keys;             // [warp][kLikely] the best after each likely token; before that, bins
+    uint64_t* keys;             // [warp][kLikely] the best after each token of a column
     uint64_t* transitions;      // [warp][kLikely] of as many steps
+    int32_t* tier_order;        // [kTier]
+    uint32_t* tier_place;       // [kTier] unit << 16 | place in it
+    uint32_t* tier_id;          // [kTier]
     float* tier_base;           // [kTier]
     float* tier_noise;          // [kTier]
-    uint32_t* tier_id;          // [kTier]
-    int32_t* score;             // [kMaxEntries] selection scores
-    float* base;                // [kMaxEntries]
-    uint32_t* id;               // [kMaxEntries]
     uint16_t* second;           // [kMaxEntries] entries of the second tier
 
     __device__ __forceinline__ explicit ChaseSmem(unsigned char* start) {
@@ -55,20 +58,17 @@ struct ChaseSmem {
         control = reinterpret_cast<ChaseControl*>(u + kLikely * kColumnBytes);
         keys = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
         transitions = keys + kCertifyWarps * kLikely;
-        tier_base = reinterpret_cast<float*>(transitions + kCertifyWarps * kLikely);
+        tier_order = reinterpret_cast<int32_t*>(transitions + kCertifyWarps * kLikely);
+        tier_place = reinterpret_cast<uint32_t*>(tier_order + kTier);
+        tier_id = tier_place + kTier;
+        tier_base = reinterpret_cast<float*>(tier_id + kTier);
         tier_noise = tier_base + kTier;
-        tier_id = reinterpret_cast<uint32_t*>(tier_noise + kTier);
-        score = reinterpret_cast<int32_t*>(tier_id + kTier);
-        base = reinterpret_cast<float*>(score + kMaxEntries);
-        id = reinterpret_cast<uint32_t*>(base + kMaxEntries);
-        second = reinterpret_cast<uint16_t*>(id + kMaxEntries);
+        second = reinterpret_cast<uint16_t*>(tier_noise + kTier);
     }
 
-    __device__ __forceinline__ int32_t* bins() const { return reinterpret_cast<int32_t*>(keys); }  // [kBins] of threshold_of
     __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }
 };
 static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
-static_assert(kBins * sizeof(int32_t) <= kCertifyWarps * kLikely * sizeof(uint64_t), "bins borrow the keys' place");
 static_assert(kCertifyWarps <= kLikely, "a warp has a column of u to itself");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 

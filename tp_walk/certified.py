@@ -30,7 +30,7 @@ from tp_walk.plan import ExecutorContext, PlanExecutor, WalkInputs
 WARPS = 16
 LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
-CHASE_CONTROL_BYTES = 448
+CHASE_CONTROL_BYTES = 704
 # Tokens that a step is likely to end with, for which the next one works out what follows them: a lane each.
 LIKELY = 32
 STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
@@ -157,7 +157,7 @@ def certify_specialisations(
 def shared_bytes(tier: int, markov_rank: int, entries: int) -> int:
     """Of a CTA: `ChaseSmem` of csrc/chase_memory.cuh."""
     rows = tier * (markov_rank * 2 + 16) + LIKELY * (markov_rank * 2 + 32)
-    return rows + CHASE_CONTROL_BYTES + 2 * WARPS * LIKELY * 8 + tier * 12 + entries * (12 + 2)
+    return rows + CHASE_CONTROL_BYTES + 2 * WARPS * LIKELY * 8 + tier * 20 + entries * 2
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:

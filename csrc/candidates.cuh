@@ -52,12 +52,11 @@ struct Scoring {
 
     __device__ __forceinline__ bool sampled() const { return kSampled && temperature > 0.0f; }
 
-    // What candidates are chosen by, from the base logit and approximate noise.
-    __device__ __forceinline__ int32_t selection(float base, float noise) const {
-        if (!sampled()) return ordered(base);
+    // What a sampled request's candidates are chosen by, from the base logit and approximate noise. NaN: nothing bounds it.
+    __device__ __forceinline__ float selection(float base, float noise) const {
         const float value = __fmul_rn(swell(base), inverse_temperature);
         const bool limitless = !(base < kLargestScore) || !(value < kLargestScore) || temperature >= kLargestScore;
-        return limitless ? kTop : ordered(__fadd_rn(value, noise));
+        return limitless ? __int_as_float(0x7fffffff) : __fadd_rn(value, noise);
     }
 
     // The scores themselves, of an id's dots after two tokens and exact noise.
@@ -156,76 +155,136 @@ __device__ __forceinline__ int column_of(int place, int unit, int units) { retur
 
 // ---- choosing ----------------------------------------------------------------------------------------------------------
 
-constexpr int kChoiceBinBits = 6;
+constexpr int kPiece = 16 / sizeof(BaseLogit);  // ids of a 16-byte load
+constexpr int kLaneIds = kChunks * kChunkIds;
+constexpr int kPieces = kLaneIds / kPiece;
+constexpr int kMasks = kLaneIds / 32;
+static_assert(kChunkIds % kPiece == 0 && kLaneIds % 32 == 0);
 
 // A warp's own, in shared memory.
 struct Chosen {
-    int32_t bins[1 << kChoiceBinBits];
-    int32_t score[kSlots];
-    uint16_t place[kSlots];
+    uint4 pieces[kPieces][kWarpSize];  // base logits, or the scores of a sampled request in their place: truncated, where they are bf16
+    uint16_t place[kList];
+
+    __device__ __forceinline__ BaseLogit* of(int lane, int id) { return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece; }
 };
 
-// By a whole warp: bins from the top as long as they hold no more than `most`, with `count` that lie beyond them. Returns the first
-// of those bins, and in `count` what is then held in all.
-template <int kBits>
-__device__ __forceinline__ uint32_t first_bin(const int32_t* bins, int lane, int most, int& count) {
-    constexpr int kLaneBins = (1 << kBits) / kWarpSize;
-    int own[kLaneBins], sum = 0;
-#pragma unroll
-    for (int i = 0; i < kLaneBins; ++i) sum += own[i] = bins[lane * kLaneBins + i];
-    int held = sum;  // after a scan: by this lane's bins and those above
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int other = __shfl_down_sync(kFullWarp, held, distance);
-        if (lane + distance < kWarpSize) held += other;
-    }
-    int fits = count + held - sum, taken = 0, found = 0;
-#pragma unroll
-    for (int i = kLaneBins - 1; i >= 0; --i) {
-        fits += own[i];
-        if (fits <= most) ++taken, found = fits;
-    }
-    count = max(count, __reduce_max_sync(kFullWarp, found));
-    return (1 << kBits) - __reduce_add_sync(kFullWarp, taken);
+// Per half: all ones where x > y; the larger; the smaller, y for a NaN x.
+__device__ __forceinline__ uint32_t pair_above(uint32_t x, uint32_t y) {
+    uint32_t mask;
+    asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(y));
+    return mask;
+}
+__device__ __forceinline__ uint32_t pair_max(uint32_t x, uint32_t y) {
+    uint32_t larger;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(x), "r"(y));
+    return larger;
+}
+__device__ __forceinline__ uint32_t pair_min(uint32_t x, uint32_t y) {
+    uint32_t smaller;
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(x), "r"(y));
+    return smaller;
 }
 
-// What shifts the scores of an interval of `width` into so many bins.
-template <int kBits>
-__device__ __forceinline__ int bin_shift(uint32_t width) {
-    return max(32 - __clz(width - 1) - kBits, 0);
-}
+constexpr int32_t kInfinityBits = 0x7f800000, kLowestBits = static_cast<int32_t>(0xff800000u);
 
-// Lane's 16 ids of one chunk as selection scores; kNothing where there is no id.
-__device__ __forceinline__ void load_chunk(const WalkParams& p, const BaseLogit* base, const Scoring& scoring, const NoiseStream& noise, int column,
-                                           int32_t (&scores)[kChunkIds]) {
-    constexpr int kPiece = 16 / sizeof(BaseLogit);  // ids of a 16-byte load
-    const bool aligned = reinterpret_cast<uint64_t>(base) % 16 == 0;
+// What a lane chooses from, in registers; a NaN counts as infinity. Thresholds are in the order of ordered().
+#if TPW_BASE_FP32
+
+struct Scores {
+    float of[kLaneIds];
+
+    __device__ __forceinline__ void take(const uint4& piece, int i) {
+        const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
-    for (int first = 0; first < kChunkIds; first += kPiece) {
-        __align__(16) BaseLogit values[kPiece];
-        // A piece that begins inside the row shares its 16 bytes with an id, so an allocation too.
-        if (aligned && column + first < p.shard_width) {
-            *reinterpret_cast<uint4*>(values) = __ldg(reinterpret_cast<const uint4*>(base + column + first));
-        } else {
+        for (int j = 0; j < 4; ++j) of[i * 4 + j] = fminf(__uint_as_float(words[j]), __int_as_float(kInfinityBits));
+    }
+
+    __device__ __forceinline__ void above(int32_t threshold, uint32_t (&mask)[kMasks]) const {
+        const float limit = from_ordered(threshold);
 #pragma unroll
-            for (int i = 0; i < kPiece; ++i) values[i] = column + first + i < p.shard_width ? base[column + first + i] : BaseLogit{};
-        }
+        for (int i = 0; i < kMasks; ++i) mask[i] = 0;
 #pragma unroll
-        for (int quad = 0; quad < kPiece; quad += 4) {
-            float drawn[4] = {};
-            if (scoring.sampled()) {
-                const uint4 bits = noise.bits((p.shard_start + column + first + quad) / 4);
-                drawn[0] = approximate_gumbel(bits.x), drawn[1] = approximate_gumbel(bits.y);
-                drawn[2] = approximate_gumbel(bits.z), drawn[3] = approximate_gumbel(bits.w);
-            }
+        for (int i = 0; i < kLaneIds; ++i) mask[i / 32] |= of[i] > limit ? 1u << i % 32 : 0;
+    }
+    __device__ __forceinline__ static int id_of_bit(int bit) { return bit; }
+
+    // Of those that aren't above.
+    __device__ __forceinline__ int32_t largest_but(int32_t threshold) const {
+        const float limit = from_ordered(threshold);
+        float largest = __int_as_float(kLowestBits);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bool exists = column + first + quad + i < p.shard_width;
-                const int32_t score = exists ? scoring.selection(base_to_float(values[quad + i]), drawn[i]) : kNothing;
-                scores[first + quad + i] = kWordCandidates == 2 ? unround_score(round_score(score), scoring.sampled()) : score;
-            }
+        for (int i = 0; i < kLaneIds; ++i) largest = fmaxf(largest, of[i] > limit ? largest : of[i]);
+        return ordered(largest);
+    }
+    __device__ __forceinline__ int32_t largest() const { return largest_but(ordered_bits(kInfinityBits)); }
+};
+
+#else
+
+struct Scores {
+    uint32_t of[kLaneIds / 2];
+
+    __device__ __forceinline__ void take(const uint4& piece, int i) {
+        const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) of[i * 4 + j] = pair_min(words[j], 0x7f807f80u);
+    }
+
+    __device__ __forceinline__ static uint32_t both(int32_t threshold) {
+        const uint32_t bits = ordered_bits(threshold);
+        return __byte_perm(bits, bits, 0x3232);
+    }
+
+    // Bit b of 32: the half b / 16 of pair b % 16.
+    __device__ __forceinline__ void above(int32_t threshold, uint32_t (&mask)[kMasks]) const {
+        const uint32_t limit = both(threshold);
+#pragma unroll
+        for (int i = 0; i < kMasks; ++i) {
+            mask[i] = 0;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) mask[i] |= pair_above(of[i * 16 + j], limit) & 0x10001u << j;
         }
     }
+    __device__ __forceinline__ static int id_of_bit(int bit) { return bit % 16 * 2 + bit / 16; }
+
+    __device__ __forceinline__ static int32_t larger_of(uint32_t pair) {
+        return max(ordered(__uint_as_float(pair << 16)), ordered(__uint_as_float(pair & 0xffff0000u)));
+    }
+
+    // Of those that aren't above.
+    __device__ __forceinline__ int32_t largest_but(int32_t threshold) const {
+        const uint32_t limit = both(threshold);
+        uint32_t largest = 0xff80ff80u;
+#pragma unroll
+        for (int i = 0; i < kLaneIds / 2; ++i) {
+            const uint32_t mask = pair_above(of[i], limit);
+            largest = pair_max(largest, (of[i] & ~mask) | (0xff80ff80u & mask));
+        }
+        return larger_of(largest);
+    }
+    __device__ __forceinline__ int32_t largest() const {
+        uint32_t largest = of[0];
+#pragma unroll
+        for (int i = 1; i < kLaneIds / 2; ++i) largest = pair_max(largest, of[i]);
+        return larger_of(largest);
+    }
+};
+
+#endif
+
+// A piece of a row that has no 16-byte alignment, or that ends in it: -inf where there is no id. A call: few need it.
+__device__ __noinline__ uint4 load_ragged(const BaseLogit* base, int width) {
+    __align__(16) BaseLogit values[kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+#if TPW_BASE_FP32
+        values[i] = i < width ? base[i] : __int_as_float(kLowestBits);
+#else
+        values[i] = i < width ? base[i] : 0xff80;
+#endif
+    }
+    return *reinterpret_cast<const uint4*>(values);
 }
 
 // By one warp: chooses a unit's candidates and pushes them to every rank.
@@ -234,90 +293,89 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
     const WalkParams& walk = p.walk;
     const BaseLogit* base = static_cast<const BaseLogit*>(walk.base_logits) + batch_row * walk.base_stride_row + step * walk.base_stride_step;
     const Scoring scoring{row.temperature, row.inverse_temperature};
-    const NoiseStream noise = noise_stream(row, step);
-    int32_t scores[kChunks][kChunkIds];
+    const bool aligned = reinterpret_cast<uint64_t>(base) % 16 == 0;
+    // Of the lane's id i, counted through its chunks.
+    const auto column_at = [&](int i) { return ((i / kChunkIds * kWarpSize + lane) * p.units + unit) * kChunkIds + i % kChunkIds; };
+    uint4 pieces[kPieces];
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) load_chunk(walk, base, scoring, noise, ((i * kWarpSize + lane) * p.units + unit) * kChunkIds, scores[i]);
+    for (int i = 0; i < kPieces; ++i) {
+        const int column = column_at(i * kPiece);
+        if (aligned && column + kPiece <= walk.shard_width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
+        else pieces[i] = load_ragged(base + column, walk.shard_width - column);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) chosen.pieces[i][lane] = pieces[i];
+    if (scoring.sampled()) {
+        // A loop: its code is run for the first time in each walk, which takes longer than running it again.
+        const NoiseStream noise = noise_stream(row, step);
+#pragma unroll 1
+        for (int i = 0; i < kLaneIds; i += 4) {
+            const int column = column_at(i);
+            const float4 drawn = noise.approximate((walk.shard_start + column) / 4);
+            const float noises[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+            BaseLogit* values = chosen.of(lane, i);
+            uint32_t bits[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float score = scoring.selection(base_to_float(values[j]), noises[j]);
+                bits[j] = column + j < walk.shard_width ? __float_as_uint(score) : kLowestBits;
+            }
+#if TPW_BASE_FP32
+            *reinterpret_cast<uint4*>(values) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+#else
+            *reinterpret_cast<uint2*>(values) = make_uint2(__byte_perm(bits[0], bits[1], 0x7632), __byte_perm(bits[2], bits[3], 0x7632));
+#endif
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) pieces[i] = chosen.pieces[i][lane];
+    }
+    Scores scores;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) scores.take(pieces[i], i);
 
-    int32_t mine = kNothing;
-#pragma unroll
-    for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-        for (int j = 0; j < kChunkIds; ++j) mine = max(mine, scores[i][j]);
-    const auto count_above = [&](int32_t threshold) {
-        int above = 0;
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-            for (int j = 0; j < kChunkIds; ++j) above += scores[i][j] > threshold;
-        return __reduce_add_sync(kFullWarp, above);
-    };
-    // `above` leaves too many, `kept` does not. The least of the lanes' largest is exceeded by some hundred scores of a usual
-    // step: they are sorted into bins, and what is left of the search takes a turn or two. It needn't find the best threshold; but one that stops at three quarters of
+    // `low` leaves too many, unless it is the lowest; `width` above it doesn't. The least of the lanes' largest is exceeded by some
+    // hundred scores of a usual step. It needn't be the best threshold; but one that stops at three quarters of
     // a list leaves out ids that count: on held-out text the candidates of all units then hold the best 600 ids instead of 1,060.
-    int32_t above = __reduce_min_sync(kFullWarp, mine), kept = __reduce_max_sync(kFullWarp, mine);
-    int count = 0;
-    if (count_above(above) <= kList) kept = above, above = kNothing;
-    if (above == kNothing) {
-        count = count_above(kept);
-        const int all = count_above(kNothing);
-        if (all <= kList) kept = kNothing, count = all;
-    }
-    if (above != kNothing) {
-        for (int bin = lane; bin < 1 << kChoiceBinBits; bin += kWarpSize) chosen.bins[bin] = 0;
-        __syncwarp();
-        const int shift = bin_shift<kChoiceBinBits>(static_cast<uint32_t>(kept) - static_cast<uint32_t>(above));
+    const int32_t mine = scores.largest();
+    uint32_t low = ordered_bits(kLowestBits);
+    const auto distance = [&](int32_t from) { return static_cast<uint32_t>(from >> kOrderShift) - static_cast<uint32_t>(static_cast<int32_t>(low) >> kOrderShift); };
+    uint32_t width = distance(__reduce_max_sync(kFullWarp, mine)), tried = distance(__reduce_min_sync(kFullWarp, mine));
+    uint32_t mask[kMasks];
+    for (int held = 0;;) {
+        scores.above(low + (tried << kOrderShift), mask);
+        int own = 0;
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-            for (int j = 0; j < kChunkIds; ++j)
-                if (scores[i][j] > above) atomicAdd(&chosen.bins[(static_cast<uint32_t>(scores[i][j]) - static_cast<uint32_t>(above) - 1) >> shift], 1);
-        __syncwarp();
-        const uint32_t first = first_bin<kChoiceBinBits>(chosen.bins, lane, kList, count);
-        if (first < 1u << kChoiceBinBits) kept = static_cast<uint32_t>(above) + (first << shift);
-        above = static_cast<uint32_t>(above) + ((first - 1) << shift);
-    }
-    constexpr uint32_t kGap = kWordCandidates == 1 ? 1 : 0xffff;  // between two scores of 16 bits lies no third
-    while (kept != kNothing && count < kList - kList / 16 && static_cast<uint32_t>(kept) - static_cast<uint32_t>(above) > kGap) {
-        const int32_t middle = static_cast<int32_t>(static_cast<uint32_t>(above) + (static_cast<uint32_t>(kept) - static_cast<uint32_t>(above)) / 2);
-        const int found = count_above(middle);
+        for (int i = 0; i < kMasks; ++i) own += __popc(mask[i]);
+        const int found = __reduce_add_sync(kFullWarp, own);
         if (found <= kList)
-            kept = middle, count = found;
+            width = tried, held = found;
         else
-            above = middle;
+            low += tried << kOrderShift, width -= tried;
+        if (width <= 1 || held >= kList - kList / 16) break;
+        tried = width / 2;
     }
+    const int32_t kept = low + (width << kOrderShift);
+    scores.above(kept, mask);
+    int32_t left_out = __reduce_max_sync(kFullWarp, scores.largest_but(kept));
+    if (left_out == kInfinityBits) left_out = kTop;  // or a NaN
 
-    int32_t left_out = kNothing;
     int own = 0;
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-        for (int j = 0; j < kChunkIds; ++j) {
-            own += scores[i][j] > kept;
-            if (scores[i][j] <= kept) left_out = max(left_out, scores[i][j]);
-        }
-    left_out = __reduce_max_sync(kFullWarp, left_out);
+    for (int i = 0; i < kMasks; ++i) own += __popc(mask[i]);
     int slot = own;  // after a scan over the lanes: where the lane's candidates begin
 #pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const int before = __shfl_up_sync(kFullWarp, slot, distance);
-        if (lane >= distance) slot += before;
+    for (int far = 1; far < kWarpSize; far *= 2) {
+        const int before = __shfl_up_sync(kFullWarp, slot, far);
+        if (lane >= far) slot += before;
     }
+    const int count = __shfl_sync(kFullWarp, slot, kWarpSize - 1);
     slot -= own;
-    __syncwarp();
-    for (int at = lane; at < kSlots; at += kWarpSize) chosen.score[at] = at == kList ? left_out : kNothing, chosen.place[at] = 0;
-    __syncwarp();
-    if (own > 0) {
 #pragma unroll
-        for (int i = 0; i < kChunks; ++i)
-#pragma unroll
-            for (int j = 0; j < kChunkIds; ++j)
-                if (scores[i][j] > kept) {
-                    chosen.score[slot] = scores[i][j];
-                    chosen.place[slot] = (i * kWarpSize + lane) * kChunkIds + j;
-                    ++slot;
-                }
-    }
+    for (int i = 0; i < kMasks; ++i)
+        for (; mask[i] != 0; mask[i] &= mask[i] - 1) {
+            const int id = i * 32 + Scores::id_of_bit(__ffs(mask[i]) - 1);
+            chosen.place[slot++] = (id / kChunkIds * kWarpSize + lane) * kChunkIds + id % kChunkIds;
+        }
     __syncwarp();
     const u32 at = list_offset(p, block, pair, walk.rank, unit);
     for (int i = lane; i < kUnitWords; i += kWarpSize) {
@@ -325,16 +383,20 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
 #pragma unroll
         for (int j = 0; j < kWordCandidates; ++j) {
             const int from = i * kWordCandidates + j;
-            candidates[j] = {chosen.score[from], chosen.place[from], 0.0f};
-            // What is there in place of an id has no base logit. Of greedy kernels the score is the base logit.
-            if (kWordCandidates < 3 && from < kList && candidates[j].score != kNothing)
-                candidates[j].base = base_to_float(base[column_of(candidates[j].place, unit, p.units)]);
+            candidates[j] = {from == kList ? left_out : kNothing, 0, 0.0f};
+            if (from >= count) continue;
+            const uint32_t place = chosen.place[from], chunk = place / kChunkIds;
+            candidates[j].place = place;
+            candidates[j].score = ordered(base_to_float(*chosen.of(chunk % kWarpSize, chunk / kWarpSize * kChunkIds + place % kChunkIds)));
+            // Of greedy kernels the score is the base logit.
+            if (kWordCandidates < 3) candidates[j].base = base_to_float(base[column_of(place, unit, p.units)]);
         }
         const Word word = pack(candidates, block);
 #pragma unroll
         for (int destination = 0; destination < TPW_WORLD_SIZE; ++destination)
             store_word<Scope::sys>(p.lists[destination] + at + i * TPW_WORD_BYTES, word.key, word.tag);
     }
+    __syncwarp();  // the next unit takes over what is chosen from
 }
 
 }  // namespace tpw

@@ -290,6 +290,19 @@ inline unsigned emulate_add_bf16x2(unsigned x, unsigned y) {
     const float low = __uint_as_float(x << 16) + __uint_as_float(y << 16), high = __uint_as_float(x & 0xffff0000u) + __uint_as_float(y & 0xffff0000u);
     return bf16_of(high) << 16 | bf16_of(low);
 }
+template <typename Join>
+unsigned join_bf16x2(unsigned x, unsigned y, Join join) {
+    return join(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u)) << 16 | join(__uint_as_float(x << 16), __uint_as_float(y << 16));
+}
+inline unsigned emulate_above_bf16x2(unsigned x, unsigned y) {
+    return join_bf16x2(x, y, [](float a, float b) { return a > b ? 0xffffu : 0u; });
+}
+inline unsigned emulate_max_bf16x2(unsigned x, unsigned y) {
+    return join_bf16x2(x, y, [](float a, float b) { return bf16_of(std::fmax(a, b)); });
+}
+inline unsigned emulate_min_bf16x2(unsigned x, unsigned y) {
+    return join_bf16x2(x, y, [](float a, float b) { return bf16_of(std::fmin(a, b)); });
+}
 inline unsigned emulate_bf16x2(float high, float low) { return bf16_of(high) << 16 | bf16_of(low); }
 // Approximations err as far as the PTX ISA allows, one way or the other.
 inline float err(float right, float most) {

@@ -401,13 +401,9 @@ struct Chase {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int entry = s.second[min(first + 8 * half, count - 1)], word = entry / kWordCandidates;
-                const Parts again = Parts::from(load_word<Scope::sys>(list() + word * TPW_WORD_BYTES));
-                uint32_t place = again.place(0);
-                bases[half] = again.base(0, scoring.sampled());
-#pragma unroll
-                for (int j = 1; j < kWordCandidates; ++j)
-                    if (entry % kWordCandidates == j) place = again.place(j), bases[half] = again.base(j, scoring.sampled());
-                ids[half] = id_of(word / kUnitWords, place);
+                const Parts sent = Parts::from(load_word<Scope::sys>(list() + word * TPW_WORD_BYTES)).shifted(entry % kWordCandidates);
+                bases[half] = sent.base(0, scoring.sampled());
+                ids[half] = id_of(word / kUnitWords, sent.place(0));
                 sources.of[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(ids[half]) * TPW_RANK) + (lane & 3) * 4;
             }
             Dot::Accumulator acc[1][4] = {};

@@ -194,6 +194,7 @@ __device__ __forceinline__ uint32_t pair_min(uint32_t x, uint32_t y) {
 }
 
 constexpr int32_t kInfinityBits = 0x7f800000, kLowestBits = static_cast<int32_t>(0xff800000u);
+constexpr uint32_t kLowestPair = TPW_BASE_FP32 ? 0xff800000u : 0xff80ff80u;  // of a piece's words
 
 // What a lane chooses from, in registers; a NaN counts as infinity. Thresholds are in the order of ordered().
 #if TPW_BASE_FP32
@@ -280,7 +281,7 @@ struct Scores {
 
 #endif
 
-// A piece of a row that has no 16-byte alignment, or that ends in it: -inf where there is no id. A call: few need it.
+// A piece of a row that has no 16-byte alignment, or that ends in it: -inf where there is no id. A call, as it is rare.
 __device__ __noinline__ uint4 load_ragged(const BaseLogit* base, int width) {
     __align__(16) BaseLogit values[kPiece];
 #pragma unroll
@@ -300,15 +301,21 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
     const WalkParams& walk = p.walk;
     const BaseLogit* base = static_cast<const BaseLogit*>(walk.base_logits) + batch_row * walk.base_stride_row + step * walk.base_stride_step;
     const Scoring scoring{row.temperature, row.inverse_temperature};
-    const bool aligned = reinterpret_cast<uint64_t>(base) % 16 == 0;
     // Of the lane's id i, counted through its chunks.
     const auto column_at = [&](int i) { return ((i / kChunkIds * kWarpSize + lane) * p.units + unit) * kChunkIds + i % kChunkIds; };
     uint4 pieces[kPieces];
+    bool ragged = reinterpret_cast<uint64_t>(base) % 16 != 0;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-        const int column = column_at(i * kPiece);
-        if (aligned && column + kPiece <= walk.shard_width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
-        else pieces[i] = load_ragged(base + column, walk.shard_width - column);
+    for (int i = 0; i < kPieces; ++i) ragged |= static_cast<uint32_t>(walk.shard_width - column_at(i * kPiece) - 1) < kPiece - 1;
+    if (!ragged) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+            pieces[i] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
+            if (column_at(i * kPiece) < walk.shard_width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column_at(i * kPiece)));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) pieces[i] = load_ragged(base + column_at(i * kPiece), walk.shard_width - column_at(i * kPiece));
     }
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) chosen.pieces[i][lane] = pieces[i];

@@ -281,7 +281,7 @@ struct Chase {
             for (int half = 0; half < 2; ++half) tile.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
             Dot::Accumulator acc[kLikelyGroups][4] = {};
             multiply_tile<kLikelyGroups>(s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8, tile, acc);
-#pragma unroll
+#pragma unroll 1  // its code is run for the first time: once more is cheaper than as much again
             for (int half = 0; half < 2; ++half) {
                 const int slot = min(first + 8 * half, rows - 1);  // the last one again changes nothing
                 const float base = s.tier_base[slot], noise = s.tier_noise[slot];
@@ -289,7 +289,7 @@ struct Chase {
 #pragma unroll
                 for (int i = 0; i < kLikelyGroups; ++i) {
                     int32_t scores[2];
-                    scoring.scores(base, acc[i][2 * half], acc[i][2 * half + 1], noise, scores);
+                    scoring.scores(base, half ? acc[i][2] : acc[i][0], half ? acc[i][3] : acc[i][1], noise, scores);
 #pragma unroll
                     for (int j = 0; j < 2; ++j) best[2 * i + j] = max(best[2 * i + j], make_key(scores[j], id));
                 }

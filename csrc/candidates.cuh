@@ -173,7 +173,7 @@ struct Chosen {
     uint4 pieces[kPieces][kWarpSize];  // base logits, or the scores of a sampled request in their place: truncated, where they are bf16
     uint16_t place[kList];
 
-    __device__ __forceinline__ BaseLogit* of(int lane, int id) { return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece; }
+    __device__ __forceinline__ BaseLogit* of(uint32_t lane, uint32_t id) { return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece; }
 };
 
 // Per half: all ones where x > y; the larger; the smaller, y for a NaN x.
@@ -215,7 +215,7 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < kLaneIds; ++i) mask[i / 32] |= of[i] > limit ? 1u << i % 32 : 0;
     }
-    __device__ __forceinline__ static int id_of_bit(int bit) { return bit; }
+    __device__ __forceinline__ static uint32_t id_of_bit(uint32_t bit) { return bit; }
 
     // Of those that aren't above.
     __device__ __forceinline__ int32_t largest_but(int32_t threshold) const {
@@ -254,7 +254,7 @@ struct Scores {
             for (int j = 0; j < 16; ++j) mask[i] |= pair_above(of[i * 16 + j], limit) & 0x10001u << j;
         }
     }
-    __device__ __forceinline__ static int id_of_bit(int bit) { return bit % 16 * 2 + bit / 16; }
+    __device__ __forceinline__ static uint32_t id_of_bit(uint32_t bit) { return bit % 16 * 2 + bit / 16; }
 
     __device__ __forceinline__ static int32_t larger_of(uint32_t pair) {
         return max(ordered(__uint_as_float(pair << 16)), ordered(__uint_as_float(pair & 0xffff0000u)));
@@ -387,7 +387,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
 #pragma unroll
     for (int i = 0; i < kMasks; ++i)
         for (; mask[i] != 0; mask[i] &= mask[i] - 1) {
-            const int id = i * 32 + Scores::id_of_bit(__ffs(mask[i]) - 1);
+            const uint32_t id = i * 32 + Scores::id_of_bit(__ffs(mask[i]) - 1);
             chosen.place[slot++] = (id / kChunkIds * kWarpSize + lane) * kChunkIds + id % kChunkIds;
         }
     __syncwarp();

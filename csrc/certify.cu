@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
 
     const int pairs = batch * walk.gamma;
     for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
-        const int pair = item / p.units, step = pair / batch, row = pair % batch;
-        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, item % p.units, lane, s.chosen(warp));
+        const u32 pair = u32(item) / u32(p.units), step = pair / u32(batch), row = pair % u32(batch);
+        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, u32(item) % u32(p.units), lane, s.chosen(warp));
     }
     __syncthreads();
     const WalkExchange exchange{walk, s.control->block, s.control->expiry};
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     bool alive = !s.control->failed;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
     for (int pair = ctas - 1 - cta; pair < pairs && alive; pair += ctas) {
-        const int step = pair / batch, row = pair % batch;
+        const int step = u32(pair) / u32(batch), row = u32(pair) % u32(batch);
         alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step).run();
         __syncthreads();  // the next step takes over the shared memory
     }

@@ -49,7 +49,7 @@ struct Chase {
     __device__ __forceinline__ int64_t target(uint32_t id) const { return p.walk.d2t ? p.walk.d2t[id] : static_cast<int64_t>(id); }
 
     // Of what was sent, in the order of candidates.cuh, the thread's word i.
-    __device__ __forceinline__ int word_index(int i) const { return thread + i * kCertifyThreads; }
+    __device__ __forceinline__ uint32_t word_index(int i) const { return thread + i * kCertifyThreads; }
 
     __device__ __forceinline__ const char* list() const {
         return p.lists[p.walk.rank] + list_offset(p, watch.block, step * p.walk.batch + batch_row, 0, 0);
@@ -58,7 +58,7 @@ struct Chase {
     // The words of all ranks, which each thread keeps in its registers. False when the walk has failed. `left_out`: of the largest
     // that any unit left out; what isn't a candidate has kNothing's order afterwards.
     __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest, int32_t& left_out) const {
-        const int words = TPW_WORLD_SIZE * p.units * kUnitWords;
+        const uint32_t words = TPW_WORLD_SIZE * p.units * kUnitWords;
         const char* first = list() + thread * TPW_WORD_BYTES;
         Word word[kThreadWords] = {};
         uint32_t missing = 0;
@@ -73,7 +73,7 @@ struct Chase {
             for (int i = 0; i < kThreadWords; ++i)
                 if (is_of_block(word[i], watch.block)) missing &= ~(1u << i);
             if (missing == 0 || polls % POLLS_PER_LOOK != 0) continue;
-            const Site site{TPW_WAIT_RESULT, u32(word_index(__ffs(missing) - 1) / kUnitWords / p.units), u32(step), u32(batch_row)};
+            const Site site{TPW_WAIT_RESULT, word_index(__ffs(missing) - 1) / kUnitWords / u32(p.units), u32(step), u32(batch_row)};
             if (hopeless(watch, site, header_tag(watch.block), 0)) {
                 alive = false;
                 break;
@@ -400,7 +400,7 @@ struct Chase {
             float bases[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int entry = s.second[min(first + 8 * half, count - 1)], word = entry / kWordCandidates;
+                const uint32_t entry = s.second[min(first + 8 * half, count - 1)], word = entry / kWordCandidates;
                 const Parts sent = Parts::from(load_word<Scope::sys>(list() + word * TPW_WORD_BYTES)).shifted(entry % kWordCandidates);
                 bases[half] = sent.base(0, scoring.sampled());
                 ids[half] = id_of(word / kUnitWords, sent.place(0));

@@ -168,12 +168,19 @@ constexpr int kPieces = kLaneIds / kPiece;
 constexpr int kMasks = kLaneIds / 32;
 static_assert(kChunkIds % kPiece == 0 && kLaneIds % 32 == 0);
 
+// Base logits of fp32 are read again instead: there is no room for twice as many.
+constexpr bool kStagesBases = kWordCandidates == 2;
+
 // A warp's own, in shared memory.
 struct Chosen {
     uint4 pieces[kPieces][kWarpSize];  // base logits, or the scores of a sampled request in their place: truncated, where they are bf16
+    uint4 bases[kStagesBases ? kPieces : 1][kWarpSize];
     uint16_t place[kList];
 
-    __device__ __forceinline__ BaseLogit* of(uint32_t lane, uint32_t id) { return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece; }
+    // Of a lane's id.
+    __device__ __forceinline__ static BaseLogit* of(uint4 (*pieces)[kWarpSize], uint32_t lane, uint32_t id) {
+        return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece;
+    }
 };
 
 // Per half: all ones where x > y; the larger; the smaller, y for a NaN x.
@@ -318,7 +325,10 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         for (int i = 0; i < kPieces; ++i) pieces[i] = load_ragged(base + column_at(i * kPiece), walk.shard_width - column_at(i * kPiece));
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) chosen.pieces[i][lane] = pieces[i];
+    for (int i = 0; i < kPieces; ++i) {
+        chosen.pieces[i][lane] = pieces[i];
+        if (kStagesBases) chosen.bases[i][lane] = pieces[i];
+    }
     if (scoring.sampled()) {
         // A loop: its code is run for the first time in each walk, which takes longer than running it again.
         const NoiseStream noise = noise_stream(row, step);
@@ -327,7 +337,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             const int column = column_at(i);
             const float4 drawn = noise.approximate((walk.shard_start + column) / 4);
             const float noises[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-            BaseLogit* values = chosen.of(lane, i);
+            BaseLogit* values = Chosen::of(chosen.pieces, lane, i);
             uint32_t bits[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -399,11 +409,13 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             const int from = i * kWordCandidates + j;
             candidates[j] = {from == kList ? left_out : kNothing, 0, 0.0f};
             if (from >= count) continue;
-            const uint32_t place = chosen.place[from], chunk = place / kChunkIds;
+            const uint32_t place = chosen.place[from], chunk = place / kChunkIds, of_lane = chunk % kWarpSize;
+            const uint32_t id = chunk / kWarpSize * kChunkIds + place % kChunkIds;
             candidates[j].place = place;
-            candidates[j].score = ordered(base_to_float(*chosen.of(chunk % kWarpSize, chunk / kWarpSize * kChunkIds + place % kChunkIds)));
+            candidates[j].score = ordered(base_to_float(*Chosen::of(chosen.pieces, of_lane, id)));
             // Of greedy kernels the score is the base logit.
-            if (kWordCandidates < 3) candidates[j].base = base_to_float(base[column_of(place, unit, p.units)]);
+            if (kStagesBases) candidates[j].base = base_to_float(*Chosen::of(chosen.bases, of_lane, id));
+            if (kWordCandidates == 1) candidates[j].base = base_to_float(base[column_of(place, unit, p.units)]);
         }
         const Word word = pack(candidates, block);
 #pragma unroll

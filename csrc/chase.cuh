@@ -1,15 +1,16 @@
 // The chase: one CTA takes one request's step.
 //
-// Whatever doesn't depend on the token comes first, for all steps at once, as each has its CTA: the candidates of all ranks,
-// the rows of W2 of the best of them (the first tier) in shared memory, and their exact noise. And *transitions*: for each token
-// that the step before is likely to end with, by its own candidates alone, which token this step then ends with. They are
-// columns of the MMAs that score a single token, too. All CTAs tell their transitions to the others of the request, and each
-// follows them from the anchor to its own step: a look-up a step, with no word to anybody.
+// Whatever doesn't depend on the token comes first, for all steps at once, as each has its CTA: the candidates of all ranks in
+// registers, the rows of W2 of the best of them (the first tier) in shared memory, and their exact noise. And *transitions*: for
+// each token that the step before is likely to end with, by its own candidates alone, which token this step then ends with. All
+// CTAs tell their transitions to the others of the request, and each follows them from the anchor to its own step: a look-up a
+// step, with no word to anybody.
 //
 // A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The CTA of its step
-// then does what remains for this token alone: a row of W1, one dot product and two reductions; and if the best of the first
-// tier isn't above the limit of the others, those that still could win are scored as well (the second tier). Who follows the
-// transitions beyond that step waits for its token. All ranks do this on the same candidates, so they need no word from each other.
+// then scores the first tier after this token alone, by the same code, in all columns: a CTA runs nearly all its code but once,
+// straight from DRAM, so what counts is how much there is. If the best isn't above the limit of the others, those that still
+// could win are scored as well (the second tier). Who follows the transitions beyond that step waits for its token. All ranks do
+// this on the same candidates, so they need no word from each other.
 #pragma once
 
 #include "chase_memory.cuh"
@@ -198,7 +199,9 @@ struct Chase {
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
         if (warp == 0 && step + 1 < p.walk.gamma) tell_likely(rows, threshold, largest);
-        if (lane < kWarpRows && row_slot < rows) s.tier_noise[row_slot] = exact_noise(id);
+        if (warp >= kColumnWarps && scoring.sampled())
+            for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
+                s.tier_noise[slot] = exact_noise(id_of(s.tier_place[slot] >> 16, s.tier_place[slot] & 0xffff));
         return rows;
     }
 
@@ -250,7 +253,7 @@ struct Chase {
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
 
-    // The tokens that the step before is likely to end with, on every warp, one a lane. False: the walk has failed.
+    // The tokens that the step before is likely to end with, one a lane. False: the walk has failed.
     __device__ __forceinline__ bool await_likely(uint32_t& before) const {
         u64 token = kNoToken;
         const bool alive = await_word<Scope::gpu>(watch, likely_word(p, step - 1, batch_row, lane), header_tag(watch.block), step_site(), token);
@@ -260,15 +263,16 @@ struct Chase {
 
     // u of each lane's token into the column of the lane's number.
     __device__ __forceinline__ void load_columns(uint32_t before) const {
-        constexpr int kWarpColumns = kLikely / kCertifyWarps;
+        if (warp >= kColumnWarps) return;
+        constexpr int kWarpColumns = kLikely / kColumnWarps;
         URow u[kWarpColumns];
 #pragma unroll
         for (int i = 0; i < kWarpColumns; ++i) {
-            const uint32_t of = __shfl_sync(kFullWarp, before, warp + i * kCertifyWarps);
+            const uint32_t of = __shfl_sync(kFullWarp, before, warp + i * kColumnWarps);
             u[i].load(p.walk.u_rows + clamped(p.walk, of) * (TPW_RANK / 8), nullptr, lane);
         }
 #pragma unroll
-        for (int i = 0; i < kWarpColumns; ++i) u[i].store(s.u + (warp + i * kCertifyWarps) * kColumnBytes, nullptr, 0, lane);
+        for (int i = 0; i < kWarpColumns; ++i) u[i].store(s.u + (warp + i * kColumnWarps) * kColumnBytes, nullptr, 0, lane);
     }
 
     // The first tier after the tokens of all columns: s.keys of each warp, for all to read.
@@ -429,7 +433,7 @@ struct Chase {
         // Of the likely tokens first; and where that is no answer, of the one token, in every column.
         u64 token = row.previous;
         uint32_t before = static_cast<uint32_t>(token);
-        bool alive = step == 0 || await_likely(before);
+        bool alive = step == 0 || warp >= kColumnWarps || await_likely(before);
         for (bool likely = step > 0;; likely = false) {
             load_columns(before);
             asm volatile("cp.async.wait_all;" ::: "memory");

@@ -18,6 +18,8 @@ constexpr int kLikelyGroups = kLikely / kColumns;
 static_assert(kLikely == kWarpSize, "a lane a token");
 constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;  // of the candidates' words
 static_assert(kThreadWords <= 32, "a bit a word");
+// Warps that load columns of u; of sampled kernels the others draw noise meanwhile.
+constexpr int kColumnWarps = kSampled ? kCertifyWarps / 2 : kCertifyWarps;
 constexpr int kWarpRows = kTier / kCertifyWarps;
 static_assert(kWarpRows == kTileRows || kWarpRows * kCertifyWarps == kTier && kWarpRows < kTileRows, "a warp multiplies one tile at most");
 
@@ -69,7 +71,7 @@ struct ChaseSmem {
     __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }
 };
 static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
-static_assert(kCertifyWarps <= kLikely, "a warp has a column of u to itself");
+static_assert(kLikely % kColumnWarps == 0, "as many columns for each warp");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 
 __device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) {

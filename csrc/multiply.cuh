@@ -68,21 +68,33 @@ struct BaseRows {
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
-    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // negative: greedy
-    bool draws = false;  // the warp has a request that isn't
+    bool draws = false;  // the warp has a request that isn't greedy
+    NoiseStream shared;  // of the pass's first request
+    bool alike = true;   // the warp's requests all have its key and offset
 
-    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : shared(noise_stream(s.rows[pass.first_row], pass.step)) {
+        // In uniform registers.
+        shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
+        shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
+        shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
                 const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
                 base[group][which] = staged_base(p, s, cta, pass, request);
-                inverse_temperature[group][which] = -1.0f;
-                if (kSampled && request < pass.requests) inverse_temperature[group][which] = s.rows[pass.first_row + request].inverse_temperature;
-                draws |= inverse_temperature[group][which] >= 0.0f;
+                if (!kSampled || request >= pass.requests) continue;
+                const RowState& row = s.rows[pass.first_row + request];
+                draws |= row.inverse_temperature >= 0.0f;
+                alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
             }
         draws = kSampled && __any_sync(kFullWarp, draws);
+        alike = __all_sync(kFullWarp, alike);
+    }
+
+    // Of a column that isn't in use, the last one's: what is worked out for it is never looked at.
+    __device__ static __forceinline__ const RowState& row_of(const Smem& s, const Pass& pass, int group, int lane, int which) {
+        return s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(lane, which), pass.requests - 1)];
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
@@ -92,8 +104,7 @@ struct LaneRequests {
         constexpr int kRows = 2 * kTiles;
         float noise[Dot::kLaneRequests][kRows] = {};
         if (kSampled && draws)
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) noise_of<kTiles>(p, s, cta, pass, group, which, row, slot, noise[which]);
+noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
         float scale[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
@@ -126,7 +137,7 @@ struct LaneRequests {
 #endif
             }
 #if TPW_SAMPLED || TPW_ROUNDING == 2
-            const float inverse = inverse_temperature[group][which];
+            const float inverse = kSampled ? row_of(s, pass, group, cta.lane, which).inverse_temperature : 0.0f;
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
                 if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
@@ -136,21 +147,29 @@ struct LaneRequests {
     }
 
     template <int kTiles>
-    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int which, int row, int slot,
-                                             float (&noise)[2 * kTiles]) const {
-        float4 drawn;
+    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
+                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+        float4 drawn[Dot::kLaneRequests];
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
-            drawn = *lane_noise(s, cta, slot / 2, which);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, slot / 2, which);
             upper = slot & 1;
         } else {
-            drawn = noise_stream(s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(cta.lane, which), pass.requests - 1)], pass.step).approximate((p.shard_start + cta.first_row + row) / 4);
+            NoiseStream streams[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(row_of(s, pass, group, cta.lane, which), pass.step);
+            draw_side_by_side(streams, alike, shared, (p.shard_start + cta.first_row + row) / 4, drawn);
             upper = row & 2;
         }
-        if constexpr (kTiles == 2) {
-            noise[0] = drawn.x, noise[1] = drawn.y, noise[2] = drawn.z, noise[3] = drawn.w;
-        } else {
-            noise[0] = upper ? drawn.z : drawn.x, noise[1] = upper ? drawn.w : drawn.y;
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            const float4& four = drawn[which];
+            if constexpr (kTiles == 2) {
+                noise[which][0] = four.x, noise[which][1] = four.y, noise[which][2] = four.z, noise[which][3] = four.w;
+            } else {
+                noise[which][0] = upper ? four.z : four.x, noise[which][1] = upper ? four.w : four.y;
+            }
         }
     }
 

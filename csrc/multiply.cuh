@@ -176,7 +176,7 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
-                                              const Dot::Accumulator (&acc)[kTiles][kColumnGroups][4]) {
+                                              const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
         int rows[kPairs + 1];
 #pragma unroll
@@ -213,13 +213,12 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 
 // ---- dot products ----------------------------------------------------------------------------------------------------
 
-// kReg register tiles from kFirst on and kShared tiles of shared memory from the warp's `shared_slot`th on, side by side: their
+// kReg register tiles from `first` on and kShared tiles of shared memory from the warp's `shared_slot`th on, side by side: their
 // independent accumulators hide the latency of a row's dependent MMAs.
-template <int kFirst, int kReg, int kShared>
-__device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                               int shared_slot, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+template <int kReg, int kShared>
+__device__ __forceinline__ void dot_products(const Smem& s, const Cta& cta, const Fragment (&weights)[kRegTiles][kSteps], int first, int shared_slot,
+                                             const unsigned char* const (&b)[kColumnGroups], Dot::Accumulator (*acc)[kColumnGroups][4]) {
     constexpr int kTiles = kReg + kShared;
-    Dot::Accumulator acc[kTiles][kColumnGroups][4] = {};
     const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + (shared_slot * kMultiplyWarps + cta.warp) * kTileBytes) + cta.lane;
     // What k step `k` needs from shared memory.
     struct Operands {
@@ -232,7 +231,7 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
         for (int group = 0; group < kColumnGroups; ++group) now.u[group] = *reinterpret_cast<const uint2*>(b[group] + 32 * k);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
-            now.a[i] = i < kReg ? weights[i < kReg ? kFirst + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
+            now.a[i] = i < kReg ? weights[i < kReg ? first + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
         return now;
     };
     Operands next = load(0);
@@ -248,6 +247,14 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
         // first and then finishes one tile after the other, to save registers: each MMA waits 35 cycles for the one before it.
         __syncwarp();
     }
+}
+
+template <int kFirst, int kReg, int kShared>
+__device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                               int shared_slot, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+    constexpr int kTiles = kReg + kShared;
+    Dot::Accumulator acc[kTiles][kColumnGroups][4] = {};
+    dot_products<kReg, kShared>(s, cta, weights, kFirst, shared_slot, b, acc);
     // A branch ends the dot products before what follows them.
     if (cta.rows > 0) {
         asm volatile("" ::: "memory");  // the loads of base logits stay on this side of the branch
@@ -255,6 +262,45 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) slots[i] = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
         mine.add_tiles<kTiles>(p, s, cta, pass, slots, acc);
+    }
+}
+
+// The same tiles in pairs of one kind a turn, the last of shared memory, if it has no partner, beside the last of registers. All
+// pairs' noise is drawn and added by the same instructions: a copy of them for each kind is 40 KB more than every pass would go
+// through. Of an SM quarter's two warps each begins with another kind: see multiply().
+__device__ __forceinline__ void multiply_in_turns(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+                                                  const Fragment (&weights)[kRegTiles][kSteps], const unsigned char* const (&b)[kColumnGroups],
+                                                  int shared_slots, LaneRequests& mine) {
+    constexpr int kRegPairs = kRegTiles / 2;
+    const int shared_pairs = shared_slots / 2, pairs = shared_pairs + kRegPairs;
+    const bool left_over = shared_slots % 2;
+    int index = cta.warp < kMultiplyWarps / 2 ? shared_pairs : 0;
+#pragma unroll 1
+    for (int turn = 0; turn < pairs; ++turn) {
+        Dot::Accumulator acc[3][kColumnGroups][4] = {};
+        int slot = kRegTiles + 2 * index;
+        bool alone = false;
+        if (index < shared_pairs) {
+            dot_products<0, 2>(s, cta, weights, 0, 2 * index, b, acc);
+        } else {
+            slot = 2 * (index - shared_pairs);
+            alone = left_over && index == pairs - 1;
+#pragma unroll
+            for (int first = 0; first < kRegTiles; first += 2) {
+                if (first != slot) continue;
+                if (first + 2 == kRegTiles && alone)
+                    dot_products<2, 1>(s, cta, weights, first, shared_slots - 1, b, acc);
+                else
+                    dot_products<2, 0>(s, cta, weights, first, 0, b, acc);
+            }
+        }
+        if (cta.rows > 0) {
+            asm volatile("" ::: "memory");
+            const int both[2] = {slot, slot + 1}, one[1] = {kRegTiles + shared_slots - 1};
+            if (alone) mine.add_tiles<1>(p, s, cta, pass, one, acc + 2);  // first: then its registers are free
+            mine.add_tiles<2>(p, s, cta, pass, both, acc);
+        }
+        if (++index == pairs) index = 0;
     }
 }
 
@@ -324,7 +370,9 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
         if (!kTakesLast && slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
     };
-    if constexpr (kTakesLast) {
+    if constexpr (kTakesLast && kSampled) {
+        multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
+    } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
         // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
         const bool shared_first = cta.warp >= kMultiplyWarps / 2;

@@ -149,6 +149,11 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
     template <int kTiles>
     __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
                                              float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+        const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
+        if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
+            noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
+            return;
+        }
         float4 drawn[Dot::kLaneRequests];
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
@@ -159,7 +164,7 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
             NoiseStream streams[Dot::kLaneRequests];
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(row_of(s, pass, group, cta.lane, which), pass.step);
-            draw_side_by_side(streams, alike, shared, (p.shard_start + cta.first_row + row) / 4, drawn);
+            draw_side_by_side(streams, alike, shared, id_over_4, drawn);
             upper = row & 2;
         }
 #pragma unroll
@@ -170,6 +175,30 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
             } else {
                 noise[which][0] = upper ? four.z : four.x, noise[which][1] = upper ? four.w : four.y;
             }
+        }
+    }
+
+    // Of a tile without a partner two lanes have two rows each of the same four: each draws for one of their requests and they
+    // exchange halves. A tile of a pair that comes by itself takes two draws, of which a half each is in vain.
+    __device__ __forceinline__ void noise_of_two_rows(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
+                                                      uint32_t id_over_4, float (&noise)[Dot::kLaneRequests][2]) const {
+        const bool paired = Round(p, cta, slot / 2).paired, upper = row & 2;
+#pragma unroll 1
+        for (int turn = 0; turn <= paired; ++turn) {
+            const int which = paired ? turn : upper;
+            const NoiseStream streams[1] = {noise_stream(row_of(s, pass, group, cta.lane, which), pass.step)};
+            float4 four[1];
+            draw_side_by_side(streams, alike, shared, id_over_4, four);
+            const float2 low = make_float2(four[0].x, four[0].y), high = make_float2(four[0].z, four[0].w);
+            const float2 own = upper ? high : low;
+            float2 other = which ? make_float2(noise[0][0], noise[0][1]) : own;
+            if (!paired) {
+                other = upper ? low : high;
+                other.x = __shfl_xor_sync(kFullWarp, other.x, 4);
+                other.y = __shfl_xor_sync(kFullWarp, other.y, 4);
+            }
+            noise[0][0] = which ? other.x : own.x, noise[0][1] = which ? other.y : own.y;
+            noise[1][0] = which ? own.x : other.x, noise[1][1] = which ? own.y : other.y;
         }
     }
 

@@ -178,9 +178,10 @@ constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests o
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
 struct __align__(16) RowState {
     uint32_t previous;  // the token before the step
-    uint32_t key0, key1, slot, offset;
-    float temperature;  // effective: 0 is greedy
+    uint32_t key0, key1, offset;
+    uint32_t slot;
     float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
+    float temperature;  // effective: 0 is greedy
     uint32_t unused;
 };
 

@@ -182,7 +182,7 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
     // exchange halves. A tile of a pair that comes by itself takes two draws, of which a half each is in vain.
     __device__ __forceinline__ void noise_of_two_rows(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
                                                       uint32_t id_over_4, float (&noise)[Dot::kLaneRequests][2]) const {
-        const bool paired = Round(p, cta, slot / 2).paired, upper = row & 2;
+        const bool paired = Round(cta, slot / 2).paired, upper = row & 2;
 #pragma unroll 1
         for (int turn = 0; turn <= paired; ++turn) {
             const int which = paired ? turn : upper;

@@ -263,11 +263,15 @@ __device__ __forceinline__ void dot_products(const Smem& s, const Cta& cta, cons
             now.a[i] = i < kReg ? weights[i < kReg ? first + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
         return now;
     };
-    Operands next = load(0);
+    // Of shared memory alone a step's few MMAs are over before the next one's operands have come.
+    constexpr int kAhead = kReg == 0 ? 2 : 1;
+    Operands ahead[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) ahead[k] = load(k);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-        const Operands now = next;
-        if (k + 1 < kSteps) next = load(k + 1);
+        const Operands now = ahead[k % kAhead];
+        if (k + kAhead < kSteps) ahead[k % kAhead] = load(k + kAhead);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -378,7 +382,8 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     for (int group = 0; group < kColumnGroups; ++group)
         b[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane, (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
 
-    const int shared_slots = kSmemTiles / kMultiplyWarps + (cta.warp < kSmemTiles % kMultiplyWarps);
+    constexpr int kMaxSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
+    const int shared_slots = kSmemTiles % kMultiplyWarps == 0 ? kMaxSlots : kMaxSlots - (cta.warp >= kSmemTiles % kMultiplyWarps);
     // Every chunk of tiles reads all of u, so few and large ones are best. One group of columns leaves the registers for tiles of
     // both kinds at once, two for one more. An odd number of register tiles needs the partner of its last.
     constexpr int kBeside = kColumnGroups == 1 ? 3 : kRegTiles % 2;
@@ -414,7 +419,9 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         }
     } else {
         register_tiles();
-        shared_tiles();
+        // Code that isn't there doesn't have to be fetched.
+        constexpr int kTaken = kRegTiles < 2 * kChunk ? kBeside : 2 * kBeside - 1;
+        if constexpr (kMaxSlots > kTaken) shared_tiles();
     }
     // Tiles beyond those in shared memory go on in the same order; which warp streams one follows from its number alone.
     for (int tile = kRegTiles * kMultiplyWarps + kSmemTiles; tile < kTilesPerCta; ++tile)

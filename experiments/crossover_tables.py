@@ -11,6 +11,7 @@ independent run by which they are judged.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import click
@@ -25,13 +26,19 @@ from tp_walk.plan_table import LAYOUTS, MODES
 from tp_walk.selection import machine_of
 
 
+def _is_past(moment: float) -> bool:
+    return time.monotonic() > moment
+
+
 @click.command()
 @click.option("--vocab", "vocab_sizes", callback=numbers, default="151936,248320,129280,163840", show_default=True)
 @click.option("--rank", "markov_rank", type=click.IntRange(min=1), default=256, show_default=True)
 @click.option("--gamma", "gammas", callback=numbers, default="7,16", show_default=True)
 @click.option("--batches", callback=numbers, default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--iterations", type=click.IntRange(min=1), default=200, show_default=True)
-@click.option("--budget-seconds", type=click.FloatRange(min=0), default=float("inf"), help="Begin no size after that.")
+@click.option(
+    "--budget-seconds", type=click.FloatRange(min=0), default=float("inf"), help="Each vocabulary has its share."
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="A folder.")
 def main(
     vocab_sizes: tuple[int, ...],
@@ -47,12 +54,13 @@ def main(
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device())
     group = WalkGroup(dist.group.WORLD, device)
-    for vocab_size in vocab_sizes:
+    for number, vocab_size in enumerate(vocab_sizes, start=1):
+        until = started + budget_seconds * number / len(vocab_sizes)
         machine = machine_of(group, device, WalkShape(vocab_size, markov_rank, group.world_size))
         path = out / machine.file_name
         table = measure(
             Request(vocab_size, markov_rank, gammas, batches, MODES, LAYOUTS, iterations, (path,)),
-            should_stop=lambda: time.monotonic() - started > budget_seconds,
+            should_stop=partial(_is_past, until),
         )
         if group.rank == 0:
             refused = {f"{name} at {row.place}: {why}" for row in table.rows for name, why in row.refused.items()}

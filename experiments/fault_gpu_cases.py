@@ -25,6 +25,7 @@ from tp_walk import Deadline, WalkRuntime
 from tp_walk.mailbox import POST_COPIES, POST_WORLD_SIZE, WORD_BYTES, MailboxLayout, header_tag, make_key, step_tag
 from tp_walk.peer_memory import cuda_call, cuda_runtime
 from tp_walk.peers import FIRST_BLOCK, PeerMailboxes
+from tp_walk.precompile import compile_together, current_gpu
 
 SETTING = Setting("cuda", "tp_bf16", 4096, 256, Deadline(startup_s=2.5, steady_s=1.0), max_batch=64, standby="int8")
 # Fills every SM, so that a kernel of NCCL finds no room beside it.
@@ -44,8 +45,13 @@ _GAMMA_BIT = 1 << 32  # of a header's first word
 
 def compile_ahead(world: int) -> None:
     """Fills the kernel cache, on all cores."""
-    kernel_variants.compile_ahead(["production", "stalled"], SETTING.vocab_size, world, ["tp_bf16", "int8"])
-    kernel_variants.compile_ahead(["production"], FULL_GRID.vocab_size, world)
+    target = current_gpu()
+    wanted = [
+        *kernel_variants.jobs(["production", "stalled"], SETTING.vocab_size, world, ["tp_bf16", "int8"], target),
+        *kernel_variants.jobs(["production"], FULL_GRID.vocab_size, world, ["tp_bf16"], target),
+        *kernel_variants.jobs(["production"], SETTING.vocab_size, 1, ["int8"], target),  # for `prepare`
+    ]
+    compile_together(wanted, target.arch)
 
 
 def prepare(rank: int) -> None:

@@ -22,12 +22,15 @@ from tp_walk.bench import numbers
 from tp_walk.config import LogitsMode
 from tp_walk.errors import WalkError
 from tp_walk.group import WalkGroup
+from tp_walk.precompile import compile_together, current_gpu
+from tp_walk.precompile import jobs as precompile_jobs
 from tp_walk.ranks import run_ranks
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.timing import METHOD, BlockTimer, CapturedWork
 from tp_walk.workload import Ranks
 
 RESULT = Path(__file__).parent / "results" / "full_logits.json"
+MARKOV_RANK = 256
 WAYS: tuple[Literal["peers", "collective"], ...] = ("peers", "collective")
 
 COLUMNS = (
@@ -117,7 +120,8 @@ def measure(vocab_size: int, batches: tuple[int, ...], gamma: int, iterations: i
     group = WalkGroup(ranks.group, ranks.device)
     generator = torch.Generator(ranks.device).manual_seed(1)
     w1, w2 = (
-        torch.randn(vocab_size, 256, device=ranks.device, generator=generator).mul_(0.06).bfloat16() for _ in range(2)
+        torch.randn(vocab_size, MARKOV_RANK, device=ranks.device, generator=generator).mul_(0.06).bfloat16()
+        for _ in range(2)
     )
     rows = []
     with (
@@ -163,8 +167,11 @@ def measure(vocab_size: int, batches: tuple[int, ...], gamma: int, iterations: i
 def main(vocab_size: int, batches: tuple[int, ...], gamma: int, iterations: int, out: Path) -> None:
     if torch.cuda.device_count() < 2:
         raise click.ClickException("this compares ways between GPUs, and needs two of them at least")
-    world_size = 1 << (torch.cuda.device_count().bit_length() - 1)
-    table = run_ranks(min(world_size, 8), measure, vocab_size, batches, gamma, iterations)[0]
+    world_size = min(8, 1 << (torch.cuda.device_count().bit_length() - 1))
+    target = current_gpu()
+    wanted = precompile_jobs(vocab_size, MARKOV_RANK, [world_size], max(batches), ["engine"], target)
+    compile_together([job for job in wanted if job.purpose.startswith(("tp_bf16 ", "self-test "))], target.arch)
+    table = run_ranks(world_size, measure, vocab_size, batches, gamma, iterations)[0]
     table.write(out)
     click.echo(table.to_markdown())
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from tp_walk import jit, precompile
+from tp_walk import executors, jit, kernels, precompile
+from tp_walk.kernels import Specialisation
+from tp_walk.plan import PLAN_NAMES
+from tp_walk.precompile import Target
 
 
 @dataclass(frozen=True)
@@ -404,13 +408,25 @@ class VariantJob(precompile.Job):
         return super().compile(arch)
 
 
-def compile_ahead(names: Sequence[str], vocab_size: int, world: int, plans: Sequence[str] = ("tp_bf16",)) -> None:
-    """Fills the cache, on all cores, with what runtimes of `world` ranks want for these plans on this machine."""
-    target = precompile.current_gpu()
-    jobs = [
-        job
+def jobs(
+    names: Sequence[str], vocab_size: int, world: int, plans: Sequence[str], target: Target, reports: bool = True
+) -> list[VariantJob]:
+    """What runtimes of `world` ranks that hold these plans want of each variant. reports: logits, too; a runtime must
+    be made `without_reports` where that isn't so.
+    """
+    other_plans = tuple(f"{plan} " for plan in PLAN_NAMES if plan not in plans)
+    return [
+        VariantJob(job.purpose, job.source, job.entry, job.macros, name)
+        for name in names
         for job in precompile.jobs(vocab_size, 256, [world], 64, ["engine"], target)
-        if job.source != "walk.cu" or job.purpose.startswith(tuple(f"{plan} " for plan in plans))
+        if not job.purpose.startswith(other_plans) and (reports or not dict(job.macros).get("TPW_LOGITS"))
     ]
-    wanted = [VariantJob(job.purpose, job.source, job.entry, job.macros, name) for name in names for job in jobs]
-    precompile.compile_together(wanted, target.arch)
+
+
+def without_reports() -> AbstractContextManager[object]:
+    """Runtimes made meanwhile hold only kernels of walks without logits and log-sum-exps: others can't be walked."""
+
+    def those_without(**arguments: Any) -> list[Specialisation]:
+        return [one for one in kernels.specialisations(**arguments) if one.logits == "none"]
+
+    return mock.patch.object(executors, "specialisations", those_without)

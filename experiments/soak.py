@@ -9,6 +9,7 @@ of each chunk with the definition. Then the same on builds that lack a rule of t
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -27,6 +28,7 @@ from rich.console import Console
 from tp_walk import Deadline, MarkovHead, Noise, WalkError, WalkOutput, WalkRuntime
 from tp_walk.group import WalkGroup
 from tp_walk.pair_test import check_pairs
+from tp_walk.precompile import compile_together, current_gpu
 from tp_walk.ranks import run_ranks
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.topology import survey
@@ -116,9 +118,10 @@ class Walks:
         base = torch.randn(MAX_BATCH, MAX_GAMMA, VOCAB_SIZE, device=device, generator=generator)
         self.base = base.mul_(3.0).bfloat16()
         self.alone = WalkRuntime(head, MAX_BATCH, MAX_GAMMA, device=device, plans=["reference"])
-        self.runtime = WalkRuntime(
-            head, MAX_BATCH, MAX_GAMMA, group=dist.group.WORLD, device=device, plans=plans, deadline=deadline
-        )
+        with kernel_variants.without_reports():
+            self.runtime = WalkRuntime(
+                head, MAX_BATCH, MAX_GAMMA, group=dist.group.WORLD, device=device, plans=plans, deadline=deadline
+            )
 
 
 class Block:
@@ -319,8 +322,11 @@ def main(exchanges: int, seconds: float, delay_seconds: float, control_seconds: 
         *(Task(name, inf, control_seconds, ("tp_bf16",), hasty) for name in BROKEN),
     ]
     tasks = [task for task in tasks if task.seconds > 0 and task.exchanges > 0]
-    for plans in (("tp_bf16", "int8"), ("tp_bf16",)):
-        kernel_variants.compile_ahead([task.build for task in tasks if task.plans == plans], VOCAB_SIZE, nproc, plans)
+    target = current_gpu()
+    wanted = [
+        kernel_variants.jobs([task.build], VOCAB_SIZE, nproc, task.plans, target, reports=False) for task in tasks
+    ]
+    compile_together(itertools.chain.from_iterable(wanted), target.arch)
     done = run_ranks(nproc, soak_all, tasks, out)[0]
     sys.exit(any(soaked.outcome.isupper() for soaked in done))
 

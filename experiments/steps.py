@@ -25,7 +25,7 @@ import kernel_variants
 import torch
 from kernel_variants import EXCHANGE, LEFT_OUT, NOISE, PRODUCTS, ROWS, STEPS, W2, U, VariantJob
 
-from tp_walk import MarkovHead, Noise, WalkOutput, WalkRuntime, executors, jit, kernels
+from tp_walk import Deadline, MarkovHead, Noise, WalkOutput, WalkRuntime, executors, jit, kernels
 from tp_walk.bench import EMPTY, numbers
 from tp_walk.errors import WalkError
 from tp_walk.executors import KernelExecutor
@@ -43,6 +43,7 @@ RESULT = Path(__file__).parent / "results" / "steps.json"
 MARKOV_RANK = 256
 PLANS = ("tp_bf16", "int8")
 NOISE_KEY, SEED = 0x5EED, 7
+DEADLINE = Deadline(startup_s=20.0, steady_s=2.0)  # a build that hangs costs so much of the budget, no more
 
 WHOLE, PLAIN = "production", "not cooperative"
 BUILDS = (WHOLE, *LEFT_OUT)
@@ -166,7 +167,15 @@ class Builds:
         with mock.patch.object(executors, "specialisations", timed_specialisations):
             self.runtime = group.stage(
                 f"set-up of {plan}",
-                lambda: WalkRuntime(head, batch, max_gamma, group=ranks.group, device=ranks.device, plans=[plan]),
+                lambda: WalkRuntime(
+                    head,
+                    batch,
+                    max_gamma,
+                    group=ranks.group,
+                    device=ranks.device,
+                    plans=[plan],
+                    deadline=DEADLINE,
+                ),
             )
         executor = self.runtime._executors[plan]
         assert isinstance(executor, KernelExecutor)
@@ -181,7 +190,11 @@ class Builds:
         self._anchors = torch.randint(head.vocab_size, (batch,), generator=generator, device=self._device)
 
     def captured(self, gamma: int, sampled: bool) -> tuple[dict[str, CapturedWork], dict[str, str]]:
-        """Name of a build, or PLAIN → its walk as a graph, which has run; and the names of those that failed → why."""
+        """Name of a build, or PLAIN → its walk as a graph, which has run; and the names of those that failed → why.
+
+        Raises:
+            WalkError: the whole build failed; alike on every rank.
+        """
         # All are loaded before one of them runs: loading may wait for a kernel that waits for a peer.
         launches = self._group.stage("load of the builds", lambda: dict(self._launches(sampled)))
         one = self._specialisations[sampled]
@@ -195,11 +208,10 @@ class Builds:
 
         def capture(launch: Launch) -> CapturedWork:
             key = one.base_fp32, one.sampled, one.logits
-            with mock.patch.dict(self._production, {key: [(launch, one.placement)]}):
+            instead: list[tuple[Launch, Specialisation]] = [(launch, one)]
+            with mock.patch.dict(self._production, {key: instead}):
                 walk()
                 ready = CapturedWork(walk)
-            # A graph knows its tensors by address alone.
-            self._kept = base, out, temperatures, noise
             ready()
             torch.cuda.synchronize(self._device)
             self.runtime.check()
@@ -211,6 +223,8 @@ class Builds:
             try:
                 ready[name] = self._group.stage(f"first walk of build {name!r}", partial(capture, launch))
             except WalkError as error:
+                if name == WHOLE:
+                    raise  # it is no fault of the builds', and there is nothing to compare them with
                 refused[name] = str(error)
                 self.runtime.reset()
         return ready, refused
@@ -300,12 +314,11 @@ def run(options: Options) -> ResultTable:
                     if is_late():
                         return table
                     walks, refused = of_plan.captured(size.gamma, size.sampled)
-                    for name, why in refused.items():
-                        click.echo(f"{size}: {name!r} isn't timed: {why}")
+                    if group.rank == 0:
+                        for name, why in refused.items():
+                            click.echo(f"{size}: {name!r} isn't timed: {why}")
                     timings = timer.measure(walks | {EMPTY: empty}, options.iterations)
                     group.stage(f"check of {size}", runtime.check)
-                    if WHOLE not in timings:
-                        continue
                     rows.append(row_of(size, timings, group.world_size) | {"refused": refused})
                     if group.rank == 0:
                         table.write(options.out)
@@ -344,7 +357,10 @@ def main(
     spent = time.monotonic() - started
     click.echo(f"{len(wanted)} kernels compiled in {spent:.0f} s")
     options = replace(options, budget_s=budget_seconds - spent)
-    click.echo(run_ranks(world_size, run, options)[0].to_markdown())
+    try:
+        click.echo(run_ranks(world_size, run, options)[0].to_markdown())
+    except WalkError as error:
+        raise click.ClickException(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 import torch
 from emulated import launch
 
-from tp_walk import executors, jit, peer_logits, spread
+from tp_walk import executors, jit, peer_logits, runtime, spread
 from tp_walk.group import WalkGroup
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.peers import FIRST_BLOCK
@@ -115,11 +115,18 @@ class HostMailboxes:
 
     def __init__(self, group: WalkGroup, layout: MailboxLayout, device: object) -> None:
         self._buffer = HostBuffer(group, layout.num_bytes, device)
-        self._buffer.memory[:2] = FIRST_BLOCK  # the block to come, and the first
         self._status = ctypes.create_string_buffer(STATUS_BYTES)
         self._rank = group.rank
         self.addresses = self._buffer.addresses
         self.status_address = ctypes.addressof(self._status)
+        self.reset()
+
+    def close(self) -> None:
+        self._buffer.close()
+
+    def reset(self) -> None:
+        self._buffer.memory.zero_()[:2] = FIRST_BLOCK  # the block to come, and the first
+        ctypes.memset(self.status_address, 0, STATUS_BYTES)
 
     def check(self) -> None:
         error = WalkStatus.decode(self._status.raw).error(self._rank)
@@ -157,6 +164,16 @@ class EmulatedLaunch:
         ranks.exchange(rank, None)
 
 
+class Captured:
+    """As CapturedWork, whose graph's replays run no Python: here they do nothing."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        work()
+
+    def __call__(self) -> None:
+        pass
+
+
 def host_bytes(address: int, num_bytes: int, device: object) -> torch.Tensor:
     """As peer_logits.device_bytes."""
     return torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
@@ -186,3 +203,14 @@ def emulate_gpus(patch: pytest.MonkeyPatch) -> None:
             shared_memory_per_block_optin=_here.ranks.gpu.shared_limit,
         ),
     )
+
+
+def emulate_runtimes(patch: pytest.MonkeyPatch) -> None:
+    """So do WalkRuntimes that are made from now on, with `HostDevice("cpu")` as their device."""
+    emulate_gpus(patch)
+    checker = runtime.InputChecker
+    patch.setattr(runtime, "InputChecker", lambda *arguments: checker(*arguments[:-1], torch.device("cpu")))
+    patch.setattr(runtime, "_device", lambda device: device)
+    patch.setattr(runtime, "WalkGroup", lambda *arguments: ThreadGroup())
+    patch.setattr(runtime, "agree_on_selector", lambda *arguments: None)
+    patch.setattr(torch.cuda, "synchronize", lambda device=None: None)

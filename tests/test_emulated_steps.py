@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import kernel_variants
 import pytest
 import steps
 import torch
 from emulated import HAS_COMPILER, run_kernel
+from emulated_ranks import Captured, EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_runtimes
+from emulated_ranks import Ranks as EmulatedRanks
 from kernel_variants import EXCHANGE, LEFT_OUT, STEPS
 
-from tp_walk import executors, jit, kernels
+from tp_walk import MarkovHead, executors, jit, kernels
+from tp_walk.errors import KernelError
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.noise import Noise
 from tp_walk.plan import WalkInputs
-from tp_walk.precompile import HOPPER
+from tp_walk.precompile import HOPPER, Target
 from tp_walk.shard import shard_bounds
 from tp_walk.status import STATUS_BYTES
+from tp_walk.workload import Ranks
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 
@@ -88,3 +96,83 @@ def test_a_build_without_a_part_ends(
     else:
         assert bool(((drafts[0] >= 0) & (drafts[0] < VOCAB_SIZE)).all())
         assert len(drafts[0].unique()) > 1
+
+
+class NamedLaunch(EmulatedLaunch):
+    """Notes what is launched; the build called `fails` can't be."""
+
+    launched: ClassVar[list[str]] = []
+    fails: ClassVar[str] = ""
+
+    def __init__(self, what: str, kernel: tuple[str, Mapping[str, int]], **configuration: int) -> None:
+        super().__init__(what, kernel, **configuration)
+        self._what = what
+
+    def __call__(self, arguments: int, stream: int) -> None:
+        self.launched.append(self._what)
+        if self._what == f"the walk ({self.fails})":
+            raise KernelError("injected")
+        super().__call__(arguments, stream)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, Callable[[steps.Builds], T]], T]:
+    """`builds_of(plan, action)`: what `action` makes of steps.Builds on one emulated GPU. All builds are the production
+    one here, as each is walked above: this is about the host's part.
+    """
+    emulate_runtimes(monkeypatch)
+    gpu = Gpu(GRID, HOPPER.shared_limit)
+    monkeypatch.setattr(executors, "Launch", NamedLaunch)
+    for name in ("Launch", "PlainLaunch"):
+        monkeypatch.setattr(steps, name, NamedLaunch)
+    monkeypatch.setattr(NamedLaunch, "launched", [])
+    monkeypatch.setattr(kernel_variants, "use", lambda name: None)
+    monkeypatch.setattr(steps, "current_gpu", lambda: Target(HOPPER.arch, gpu.num_sms, gpu.shared_limit))
+    monkeypatch.setattr(steps, "CapturedWork", Captured)
+
+    def run(plan: str, action: Callable[[steps.Builds], T]) -> T:
+        def on_rank(rank: int) -> T:
+            ranks = Ranks(HostDevice("cpu"))  # type: ignore[arg-type]
+            torch.manual_seed(1)
+            head = MarkovHead(*(torch.randn(VOCAB_SIZE, 256).mul_(0.3).bfloat16() for _ in range(2)))
+            return action(steps.Builds(head, plan, 2, GAMMA, ranks, ThreadGroup()))
+
+        (result,) = EmulatedRanks(1, gpu, folder / "production").each(on_rank)
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize(("plan", "sampled"), [("tp_bf16", True), ("int8", False)])
+def test_every_build_is_walked_in_place_of_the_whole_one(
+    plan: str, sampled: bool, builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any]
+) -> None:
+    ready, refused = builds_of(plan, lambda builds: builds.captured(GAMMA, sampled))
+    expected = [*steps.builds(sampled), steps.PLAIN]
+    assert not refused
+    assert list(ready) == expected
+    # Once by itself, once captured.
+    assert NamedLaunch.launched == [f"the walk ({name})" for name in expected for _ in range(2)]
+
+
+def test_a_build_that_fails_is_told_and_the_others_are_walked(
+    builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamedLaunch, "fails", EXCHANGE)
+    ready, refused = builds_of("int8", lambda builds: builds.captured(GAMMA, False))
+    assert refused == {EXCHANGE: "injected"}
+    assert list(ready) == [name for name in (*steps.builds(False), steps.PLAIN) if name != EXCHANGE]
+
+
+def test_nothing_is_walked_after_the_whole_build_fails(
+    builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NamedLaunch, "fails", steps.WHOLE)
+    with pytest.raises(KernelError, match="injected"):
+        builds_of("int8", lambda builds: builds.captured(GAMMA, False))
+    assert NamedLaunch.launched == [f"the walk ({steps.WHOLE})"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -13,15 +14,15 @@ import click
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Table
 
 from tp_walk import bench, crossover_cli
+from tp_walk.bench import numbers
 from tp_walk.config import ROUNDINGS, Rounding, settings
 from tp_walk.doctor import RankReport, Report, examine
 from tp_walk.errors import WalkError
 from tp_walk.head import MarkovHead
-from tp_walk.precompile import HOPPER, jobs
+from tp_walk.precompile import HOPPER, compile_together, jobs
 
 
 class _Commands(click.Group):
@@ -58,7 +59,7 @@ def doctor(nproc: int | None, as_json: bool) -> None:
 
 @main.command("compile")
 @click.option("--head", type=click.Path(exists=True, path_type=Path), help="A checkpoint, for vocabulary and rank.")
-@click.option("--vocab", "vocab_size", type=click.IntRange(min=1), default=151_936, show_default=True)
+@click.option("--vocab", "vocab_sizes", callback=numbers, default="151936", show_default=True, help="One, or several.")
 @click.option("--rank", "markov_rank", type=click.IntRange(min=1), default=256, show_default=True, help="Of the head.")
 @click.option(
     "--nproc", type=click.IntRange(min=1), multiple=True, default=(1, 2), show_default=True, help="Repeatable."
@@ -67,16 +68,16 @@ def doctor(nproc: int | None, as_json: bool) -> None:
 @click.option("--rounding", type=click.Choice(ROUNDINGS), multiple=True, default=("engine",), show_default=True)
 def compile_ahead(
     head: Path | None,
-    vocab_size: int,
+    vocab_sizes: tuple[int, ...],
     markov_rank: int,
     nproc: tuple[int, ...],
     max_batch: int,
     rounding: tuple[Rounding, ...],
 ) -> None:
-    """Fill the kernel cache ahead of time. Needs no GPU; the kernels are for Hopper."""
+    """Fill the kernel cache ahead of time, by all cores. Needs no GPU; the kernels are for Hopper."""
     if head is not None:
         weights = MarkovHead.from_checkpoint(head)
-        vocab_size, markov_rank = weights.vocab_size, weights.markov_rank
+        vocab_sizes, markov_rank = (weights.vocab_size,), weights.markov_rank
     cache_dir = settings().cache_dir
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -86,8 +87,12 @@ def compile_ahead(
             f"{cache_dir} can't be written ({error}): TP_WALK_CACHE_DIR names another"
         ) from error
     table = Table("kernel", "registers", "spilled bytes")
-    wanted = jobs(vocab_size, markov_rank, nproc, max_batch, rounding)
-    for job in track(wanted, "compiling", console=Console(stderr=True), transient=True):
+    shapes = [jobs(vocab_size, markov_rank, nproc, max_batch, rounding) for vocab_size in vocab_sizes]
+    # Vocabularies of about the same size share kernels.
+    wanted = {(job.source, job.macros): job for job in itertools.chain.from_iterable(shapes)}.values()
+    with Console(stderr=True).status(f"compiling {len(wanted)} kernels"):
+        compile_together(wanted, HOPPER.arch)
+    for job in wanted:
         resources = job.compile(HOPPER.arch).resources
         table.add_row(job.purpose, str(resources.registers), str(resources.stack_bytes))
     console = Console()

@@ -85,8 +85,9 @@ def compile_together(wanted: Iterable[Job], arch: str) -> None:
 
     Raises as `jit.compile_kernel`.
     """
+    wanted = list(wanted)
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max(1, min(os.cpu_count() or 1, len(wanted))), mp_context=spawn) as pool:
         list(pool.map(partial(_compile, arch=arch), wanted))
 
 

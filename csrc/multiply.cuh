@@ -68,33 +68,14 @@ struct BaseRows {
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
-    bool draws = false;  // the warp has a request that isn't greedy
-    NoiseStream shared;  // of the pass's first request
-    bool alike = true;   // the warp's requests all have its key and offset
+    PassNoise pass_noise;
 
-    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : shared(noise_stream(s.rows[pass.first_row], pass.step)) {
-        // In uniform registers.
-        shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
-        shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
-        shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                base[group][which] = staged_base(p, s, cta, pass, request);
-                if (!kSampled || request >= pass.requests) continue;
-                const RowState& row = s.rows[pass.first_row + request];
-                draws |= row.inverse_temperature >= 0.0f;
-                alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
-            }
-        draws = kSampled && __any_sync(kFullWarp, draws);
-        alike = __all_sync(kFullWarp, alike);
-    }
-
-    // Of a column that isn't in use, the last one's: what is worked out for it is never looked at.
-    __device__ static __forceinline__ const RowState& row_of(const Smem& s, const Pass& pass, int group, int lane, int which) {
-        return s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(lane, which), pass.requests - 1)];
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
@@ -103,7 +84,7 @@ struct LaneRequests {
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
         float noise[Dot::kLaneRequests][kRows] = {};
-        if (kSampled && draws)
+        if (kSampled && pass_noise.draws)
 noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
         float scale[kRows];
 #pragma unroll
@@ -137,7 +118,7 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 #endif
             }
 #if TPW_SAMPLED || TPW_ROUNDING == 2
-            const float inverse = kSampled ? row_of(s, pass, group, cta.lane, which).inverse_temperature : 0.0f;
+            const float inverse = kSampled ? lane_row_state(s, cta, pass, group, which).inverse_temperature : 0.0f;
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
                 if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
@@ -163,8 +144,11 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
         } else {
             NoiseStream streams[Dot::kLaneRequests];
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(row_of(s, pass, group, cta.lane, which), pass.step);
-            draw_side_by_side(streams, alike, shared, id_over_4, drawn);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(lane_row_state(s, cta, pass, group, which), pass.step);
+            uint32_t ids_over_4[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) ids_over_4[which] = id_over_4;
+            pass_noise.draw(streams, ids_over_4, drawn);
             upper = row & 2;
         }
 #pragma unroll
@@ -186,9 +170,9 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 #pragma unroll 1
         for (int turn = 0; turn <= paired; ++turn) {
             const int which = paired ? turn : upper;
-            const NoiseStream streams[1] = {noise_stream(row_of(s, pass, group, cta.lane, which), pass.step)};
+            const NoiseStream streams[1] = {noise_stream(lane_row_state(s, cta, pass, group, which), pass.step)};
             float4 four[1];
-            draw_side_by_side(streams, alike, shared, id_over_4, four);
+            pass_noise.draw(streams, {id_over_4}, four);
             const float2 low = make_float2(four[0].x, four[0].y), high = make_float2(four[0].z, four[0].w);
             const float2 own = upper ? high : low;
             float2 other = which ? make_float2(noise[0][0], noise[0][1]) : own;

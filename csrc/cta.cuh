@@ -117,20 +117,40 @@ struct Best {
         merge(other.value, other.row);
     }
 
-    // With the other lanes of a warp that hold the same request.
-    __device__ __forceinline__ void reduce() {
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) {
-            Best other;
-            other.value = __shfl_xor_sync(kFullWarp, value, distance);
-            other.row = __shfl_xor_sync(kFullWarp, row, distance);
+    __device__ __forceinline__ Best from_lane(int distance) const {
+        Best other;
+        other.value = __shfl_xor_sync(kFullWarp, value, distance);
+        other.row = __shfl_xor_sync(kFullWarp, row, distance);
 #if TPW_SAMPLED
-            other.second = __shfl_xor_sync(kFullWarp, second, distance);
+        other.second = __shfl_xor_sync(kFullWarp, second, distance);
 #endif
-            merge(other);
-        }
+        return other;
     }
 };
+
+// Each of a lane's kCount requests, with the other seven lanes that have the same ones. While there are several, a lane gives half
+// of them away and takes the others' of the rest: which one it is left with, is returned.
+template <int kCount>
+__device__ __forceinline__ int reduce_over_lanes(Best (&best)[kCount], int lane) {
+    int mine = 0;
+#pragma unroll
+    for (int distance = 4, count = kCount; distance < kWarpSize; distance *= 2) {
+        if (count == 1) {
+            best[0].merge(best[0].from_lane(distance));
+            continue;
+        }
+        count /= 2;
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const Best given = upper ? best[i] : best[count + i];
+            if (upper) best[i] = best[count + i];
+            best[i].merge(given.from_lane(distance));
+        }
+        mine += upper ? count : 0;
+    }
+    return mine;
+}
 
 // Of a request. Where they are few, a warp's lanes need not reduce theirs, 230 cycles before all else.
 constexpr bool kLanesReduce = kRequests > 4;

@@ -405,21 +405,24 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+    if constexpr (kLanesReduce) {
+        constexpr int kCount = kColumnGroups * Dot::kLaneRequests;
+        Best best[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) best[i] = mine.best[i / Dot::kLaneRequests][i % Dot::kLaneRequests];
+        const int left = reduce_over_lanes(best, cta.lane);
+        const int request = left / Dot::kLaneRequests * Dot::kRequests + Dot::lane_request(cta.lane, left % Dot::kLaneRequests);
+        if (cta.lane < 4 * kCount) out[request * kBestStride + cta.warp] = best[0];
+        return;
+    }
+#endif
 #pragma unroll
     for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            if constexpr (kLanesReduce) {
-                mine.best[group][which].reduce();
-                if (cta.lane < 4) out[request * kBestStride + cta.warp] = mine.best[group][which];
-            } else {
-                out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-            }
-#else
             out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-#endif
         }
 }
 

@@ -83,17 +83,13 @@ struct LaneRequests {
     __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
-        float noise[Dot::kLaneRequests][kRows] = {};
-        if (kSampled && pass_noise.draws)
-noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
-        float scale[kRows];
+        float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
             const float u_scale = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
-            float values[kRows];
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
@@ -107,24 +103,32 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
                 best[group][which].add_pair(packed, row + i, cta);
 #endif
-                values[i] = bias[0], values[i + 1] = bias[1];
+                values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[i];
+                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[which][i];
 #else
                 logits.store(base[group][which] + row, p.base_aligned);
 #endif
             }
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            const float inverse = kSampled ? lane_row_state(s, cta, pass, group, which).inverse_temperature : 0.0f;
-#pragma unroll
-            for (int i = 0; i < kRows; ++i)
-                if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
-            best[group][which].add(values, row, cta);
-#endif
         }
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+        // After all that needs the accumulators: draws take many registers.
+        if (kSampled && pass_noise.draws) {
+            float noise[Dot::kLaneRequests][kRows];
+            noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) values[which][i] = inverse >= 0.0f ? __fmaf_rn(values[which][i], inverse, noise[which][i]) : values[which][i];
+            }
+        }
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) best[group][which].add(values[which], row, cta);
+#endif
     }
 
     template <int kTiles>

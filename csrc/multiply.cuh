@@ -68,33 +68,14 @@ struct BaseRows {
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
-    bool draws = false;  // the warp has a request that isn't greedy
-    NoiseStream shared;  // of the pass's first request
-    bool alike = true;   // the warp's requests all have its key and offset
+    PassNoise pass_noise;
 
-    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : shared(noise_stream(s.rows[pass.first_row], pass.step)) {
-        // In uniform registers.
-        shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
-        shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
-        shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                base[group][which] = staged_base(p, s, cta, pass, request);
-                if (!kSampled || request >= pass.requests) continue;
-                const RowState& row = s.rows[pass.first_row + request];
-                draws |= row.inverse_temperature >= 0.0f;
-                alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
-            }
-        draws = kSampled && __any_sync(kFullWarp, draws);
-        alike = __all_sync(kFullWarp, alike);
-    }
-
-    // Of a column that isn't in use, the last one's: what is worked out for it is never looked at.
-    __device__ static __forceinline__ const RowState& row_of(const Smem& s, const Pass& pass, int group, int lane, int which) {
-        return s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(lane, which), pass.requests - 1)];
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
@@ -102,17 +83,13 @@ struct LaneRequests {
     __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
-        float noise[Dot::kLaneRequests][kRows] = {};
-        if (kSampled && draws)
-noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
-        float scale[kRows];
+        float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
             const float u_scale = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
-            float values[kRows];
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
@@ -126,24 +103,32 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
                 best[group][which].add_pair(packed, row + i, cta);
 #endif
-                values[i] = bias[0], values[i + 1] = bias[1];
+                values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[i];
+                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[which][i];
 #else
                 logits.store(base[group][which] + row, p.base_aligned);
 #endif
             }
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            const float inverse = kSampled ? row_of(s, pass, group, cta.lane, which).inverse_temperature : 0.0f;
-#pragma unroll
-            for (int i = 0; i < kRows; ++i)
-                if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
-            best[group][which].add(values, row, cta);
-#endif
         }
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+        // After all that needs the accumulators: draws take many registers.
+        if (kSampled && pass_noise.draws) {
+            float noise[Dot::kLaneRequests][kRows];
+            noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) values[which][i] = inverse >= 0.0f ? __fmaf_rn(values[which][i], inverse, noise[which][i]) : values[which][i];
+            }
+        }
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) best[group][which].add(values[which], row, cta);
+#endif
     }
 
     template <int kTiles>
@@ -163,8 +148,11 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
         } else {
             NoiseStream streams[Dot::kLaneRequests];
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(row_of(s, pass, group, cta.lane, which), pass.step);
-            draw_side_by_side(streams, alike, shared, id_over_4, drawn);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(lane_row_state(s, cta, pass, group, which), pass.step);
+            uint32_t ids_over_4[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) ids_over_4[which] = id_over_4;
+            pass_noise.draw(streams, ids_over_4, drawn);
             upper = row & 2;
         }
 #pragma unroll
@@ -186,9 +174,9 @@ noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
 #pragma unroll 1
         for (int turn = 0; turn <= paired; ++turn) {
             const int which = paired ? turn : upper;
-            const NoiseStream streams[1] = {noise_stream(row_of(s, pass, group, cta.lane, which), pass.step)};
+            const NoiseStream streams[1] = {noise_stream(lane_row_state(s, cta, pass, group, which), pass.step)};
             float4 four[1];
-            draw_side_by_side(streams, alike, shared, id_over_4, four);
+            pass_noise.draw(streams, {id_over_4}, four);
             const float2 low = make_float2(four[0].x, four[0].y), high = make_float2(four[0].z, four[0].w);
             const float2 own = upper ? high : low;
             float2 other = which ? make_float2(noise[0][0], noise[0][1]) : own;
@@ -428,21 +416,24 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+    if constexpr (kLanesReduce) {
+        constexpr int kCount = kColumnGroups * Dot::kLaneRequests;
+        Best best[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) best[i] = mine.best[i / Dot::kLaneRequests][i % Dot::kLaneRequests];
+        const int left = reduce_over_lanes(best, cta.lane);
+        const int request = left / Dot::kLaneRequests * Dot::kRequests + Dot::lane_request(cta.lane, left % Dot::kLaneRequests);
+        if (cta.lane < 4 * kCount) out[request * kBestStride + cta.warp] = best[0];
+        return;
+    }
+#endif
 #pragma unroll
     for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            if constexpr (kLanesReduce) {
-                mine.best[group][which].reduce();
-                if (cta.lane < 4) out[request * kBestStride + cta.warp] = mine.best[group][which];
-            } else {
-                out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-            }
-#else
             out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-#endif
         }
 }
 

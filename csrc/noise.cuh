@@ -109,16 +109,17 @@ struct NoiseStream {
     }
 };
 
-// The same four ids' noise of several requests. A draw is ten rounds of a multiplication and an addition each, one after the
-// other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one in the whole warp: then the
-// keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked out once.
+// Four ids' noise of each of several requests, or of one request several times. A draw is ten rounds of a multiplication and an
+// addition each, one after the other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one
+// in the whole warp: then the keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked
+// out once.
 template <int kCount>
-__device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[kCount], bool alike, const NoiseStream& shared, uint32_t id_over_4,
-                                                  float4 (&noise)[kCount]) {
+__device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[kCount], bool alike, const NoiseStream& shared,
+                                                  const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) {
     uint4 state[kCount];
     if (alike) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) state[i] = make_uint4(id_over_4, streams[i].row, shared.step, shared.offset);
+        for (int i = 0; i < kCount; ++i) state[i] = make_uint4(ids_over_4[i], streams[i].row, shared.step, shared.offset);
 #pragma unroll
         for (uint32_t round = 0; round < kPhiloxRounds; ++round)
 #pragma unroll
@@ -126,7 +127,7 @@ __device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[k
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {  // rarely, so in few registers and few instructions
-            uint4 one = streams[i].counter(id_over_4);
+            uint4 one = streams[i].counter(ids_over_4[i]);
             uint32_t key0 = streams[i].key0, key1 = streams[i].key1;
 #pragma unroll 1
             for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxKey0, key1 += kPhiloxKey1) one = philox_round(one, key0, key1);

@@ -402,27 +402,16 @@ __device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int
 }
 
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    const PassNoise common(s, cta, pass);
-    if (!common.draws) return;
-    constexpr int kRounds = 2 / Dot::kLaneRequests;  // two draws side by side
-    for (int first = 0; first * kRoundTiles + cta.warp < kTilesPerCta; first += kRounds) {
-        NoiseStream streams[2];
-        uint32_t ids_over_4[2];
-        bool upper[2];  // of a tile without a partner: the latter two of the four are the lane's
-        float4 noise[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = Round(cta, first + i / Dot::kLaneRequests).lane_row(cta.lane);
-            streams[i] = noise_stream(lane_row_state(s, cta, pass, 0, i % Dot::kLaneRequests), pass.step);
-            ids_over_4[i] = (p.shard_start + cta.first_row + row) / 4;
-            upper[i] = row & 2;
-        }
-        common.draw(streams, ids_over_4, noise);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int round = first + i / Dot::kLaneRequests;
-            if (upper[i]) noise[i].x = noise[i].z, noise[i].y = noise[i].w;
-            if (round == first || round * kRoundTiles + cta.warp < kTilesPerCta) *lane_noise(s, cta, round, i % Dot::kLaneRequests) = noise[i];
+    for (int which = 0; which < Dot::kLaneRequests; ++which) {
+        const int request = Dot::lane_request(cta.lane, which);
+        if (request >= pass.requests || s.rows[pass.first_row + request].temperature == 0.0f) continue;
+        const NoiseStream stream = noise_stream(s.rows[pass.first_row + request], pass.step);
+        for (int round = 0; round * kRoundTiles + cta.warp < kTilesPerCta; ++round) {
+            const int row = Round(cta, round).lane_row(cta.lane);
+            float4 noise = stream.approximate((p.shard_start + cta.first_row + row) / 4);
+            if (row & 2) noise.x = noise.z, noise.y = noise.w;  // of a tile without a partner
+            *lane_noise(s, cta, round, which) = noise;
         }
     }
 }

@@ -392,7 +392,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
         if (!kTakesLast && slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
     };
-    if constexpr (kTakesLast && kSampled) {
+    if constexpr (kTakesLast && kSampled && !TPW_INT8) {
         multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
     } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass

@@ -1,7 +1,7 @@
 """Which instruction touches which part of a mailbox: pointers followed through a kernel's PTX.
 
 Every register is given the pointers that it may hold: a kernel parameter plus a constant, whatever is added to it at
-run time. The constants are MailboxLayout's offsets, so they tell slots from results. Functions that the kernel calls are
+run time. The constants are MailboxLayout's offsets, so they tell slots from results. Functions that a kernel calls are
 followed, too: a function's parameter may hold what any call gives it. PTX isn't parsed in full, so this is no proof;
 the tests require each kind of access to be found.
 """
@@ -114,7 +114,7 @@ def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
 
 
 def _with_functions(body: str, ptx: str) -> str:
-    """The body and those of all functions, whose registers get names of their own and whose parameters those of calls."""
+    """The body and those of all functions: registers get names of their own, the parameters of calls the function's."""
     definitions = re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)\([^;{]*\)\s*(\{.*?\n\})", ptx, re.DOTALL)
     bodies = [body, *(re.sub(r"%(\w+)", rf"%\1_of_{number}", text) for number, (_, text) in enumerate(definitions))]
 

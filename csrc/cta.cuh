@@ -395,25 +395,29 @@ struct PassNoise {
     }
 };
 
-// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A lane draws what it
-// will itself add, so that no other warp has to be waited for.
-__device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int round, int which) {
-    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + cta.lane;
+// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A warp draws what it
+// will itself add, so that no other has to be waited for. lane: of those that add it, see Dot::lane_request.
+__device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int lane, int round, int which) {
+    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + lane;
 }
 
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-#pragma unroll
-    for (int which = 0; which < Dot::kLaneRequests; ++which) {
-        const int request = Dot::lane_request(cta.lane, which);
-        if (request >= pass.requests || s.rows[pass.first_row + request].temperature == 0.0f) continue;
-        const NoiseStream stream = noise_stream(s.rows[pass.first_row + request], pass.step);
-        for (int round = 0; round * kRoundTiles + cta.warp < kTilesPerCta; ++round) {
+    // The four lanes that hold the same rows share the draws of all requests, of which some of them may have none.
+    constexpr int kLanes = Dot::kRequests / Dot::kLaneRequests;
+    const int lane = cta.lane % kLanes, rounds_on = kLanes / pass.requests, requests_on = kLanes % pass.requests;
+    int round = lane / pass.requests, request = lane % pass.requests;
+    while (round * kRoundTiles + cta.warp < kTilesPerCta) {
+        const RowState& state = s.rows[pass.first_row + request];
+        if (state.temperature > 0.0f) {
             const int row = Round(cta, round).lane_row(cta.lane);
-            float4 noise = stream.approximate((p.shard_start + cta.first_row + row) / 4);
+            float4 noise = noise_stream(state, pass.step).approximate((p.shard_start + cta.first_row + row) / 4);
             if (row & 2) noise.x = noise.z, noise.y = noise.w;  // of a tile without a partner
-            *lane_noise(s, cta, round, which) = noise;
+            *lane_noise(s, cta, cta.lane - lane + request / Dot::kLaneRequests, round, request % Dot::kLaneRequests) = noise;
         }
+        round += rounds_on, request += requests_on;
+        if (request >= pass.requests) request -= pass.requests, ++round;
     }
+    __syncwarp();
 }
 
 }  // namespace tpw

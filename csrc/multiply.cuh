@@ -143,7 +143,7 @@ struct LaneRequests {
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, slot / 2, which);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
             upper = slot & 1;
         } else {
             NoiseStream streams[Dot::kLaneRequests];

@@ -122,20 +122,40 @@ struct Best {
         merge(other.value, other.row);
     }
 
-    // With the other lanes of a warp that hold the same request.
-    __device__ __forceinline__ void reduce() {
-#pragma unroll
-        for (int distance = 4; distance < kWarpSize; distance *= 2) {
-            Best other;
-            other.value = __shfl_xor_sync(kFullWarp, value, distance);
-            other.row = __shfl_xor_sync(kFullWarp, row, distance);
+    __device__ __forceinline__ Best from_lane(int distance) const {
+        Best other;
+        other.value = __shfl_xor_sync(kFullWarp, value, distance);
+        other.row = __shfl_xor_sync(kFullWarp, row, distance);
 #if TPW_SAMPLED
-            other.second = __shfl_xor_sync(kFullWarp, second, distance);
+        other.second = __shfl_xor_sync(kFullWarp, second, distance);
 #endif
-            merge(other);
-        }
+        return other;
     }
 };
+
+// Each of a lane's kCount requests, with the other seven lanes that have the same ones. While there are several, a lane gives half
+// of them away and takes the others' of the rest: which one it is left with, is returned.
+template <int kCount>
+__device__ __forceinline__ int reduce_over_lanes(Best (&best)[kCount], int lane) {
+    int mine = 0;
+#pragma unroll
+    for (int distance = 4, count = kCount; distance < kWarpSize; distance *= 2) {
+        if (count == 1) {
+            best[0].merge(best[0].from_lane(distance));
+            continue;
+        }
+        count /= 2;
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const Best given = upper ? best[i] : best[count + i];
+            if (upper) best[i] = best[count + i];
+            best[i].merge(given.from_lane(distance));
+        }
+        mine += upper ? count : 0;
+    }
+    return mine;
+}
 
 // Of a request. Where they are few, a warp's lanes need not reduce theirs, 230 cycles before all else.
 constexpr bool kLanesReduce = kRequests > 4;
@@ -178,9 +198,10 @@ constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests o
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
 struct __align__(16) RowState {
     uint32_t previous;  // the token before the step
-    uint32_t key0, key1, slot, offset;
-    float temperature;  // effective: 0 is greedy
+    uint32_t key0, key1, offset;
+    uint32_t slot;
     float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
+    float temperature;  // effective: 0 is greedy
     uint32_t unused;
 };
 
@@ -337,25 +358,66 @@ __device__ __forceinline__ NoiseStream noise_stream(const RowState& row, int ste
     return {row.key0, row.key1, row.slot, static_cast<uint32_t>(step), row.offset};
 }
 
-// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A lane draws what it
-// will itself add, so that no other warp has to be waited for.
-__device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int round, int which) {
-    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + cta.lane;
+// Of the request that a lane's columns belong to; if it isn't there, the last one's: what comes of it is never looked at.
+__device__ __forceinline__ const RowState& lane_row_state(const Smem& s, const Cta& cta, const Pass& pass, int group, int which) {
+    return s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(cta.lane, which), pass.requests - 1)];
+}
+
+// What a warp's requests have in common.
+struct PassNoise {
+    bool draws = false;  // one isn't greedy
+    bool alike = true;   // all have the key and the offset of the first, `shared`
+    NoiseStream shared = {};
+
+    __device__ __forceinline__ PassNoise(const Smem& s, const Cta& cta, const Pass& pass) {
+        if constexpr (kSampled) {
+            shared = noise_stream(s.rows[pass.first_row], pass.step);
+            // In uniform registers.
+            shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
+            shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
+            shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+#pragma unroll
+            for (int group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+                for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                    const RowState& row = lane_row_state(s, cta, pass, group, which);
+                    draws |= row.inverse_temperature >= 0.0f;
+                    alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
+                }
+            draws = __any_sync(kFullWarp, draws);
+            alike = __all_sync(kFullWarp, alike);
+        }
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ void draw(const NoiseStream (&streams)[kCount], const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) const {
+        draw_side_by_side(streams, alike, shared, ids_over_4, noise);
+    }
+};
+
+// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A warp draws what it
+// will itself add, so that no other has to be waited for. lane: of those that add it, see Dot::lane_request.
+__device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int lane, int round, int which) {
+    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + lane;
 }
 
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-#pragma unroll
-    for (int which = 0; which < Dot::kLaneRequests; ++which) {
-        const int request = Dot::lane_request(cta.lane, which);
-        if (request >= pass.requests || s.rows[pass.first_row + request].temperature == 0.0f) continue;
-        const NoiseStream stream = noise_stream(s.rows[pass.first_row + request], pass.step);
-        for (int round = 0; round * kRoundTiles + cta.warp < kTilesPerCta; ++round) {
+    // The four lanes that hold the same rows share the draws of all requests, of which some of them may have none.
+    constexpr int kLanes = Dot::kRequests / Dot::kLaneRequests;
+    const int lane = cta.lane % kLanes, rounds_on = kLanes / pass.requests, requests_on = kLanes % pass.requests;
+    int round = lane / pass.requests, request = lane % pass.requests;
+    while (round * kRoundTiles + cta.warp < kTilesPerCta) {
+        const RowState& state = s.rows[pass.first_row + request];
+        if (state.temperature > 0.0f) {
             const int row = Round(cta, round).lane_row(cta.lane);
-            float4 noise = stream.approximate((p.shard_start + cta.first_row + row) / 4);
+            float4 noise = noise_stream(state, pass.step).approximate((p.shard_start + cta.first_row + row) / 4);
             if (row & 2) noise.x = noise.z, noise.y = noise.w;  // of a tile without a partner
-            *lane_noise(s, cta, round, which) = noise;
+            *lane_noise(s, cta, cta.lane - lane + request / Dot::kLaneRequests, round, request % Dot::kLaneRequests) = noise;
         }
+        round += rounds_on, request += requests_on;
+        if (request >= pass.requests) request -= pass.requests, ++round;
     }
+    __syncwarp();
 }
 
 }  // namespace tpw

@@ -68,21 +68,14 @@ struct BaseRows {
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
-    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // negative: greedy
-    bool draws = false;  // the warp has a request that isn't
+    PassNoise pass_noise;
 
-    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
+    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                base[group][which] = staged_base(p, s, cta, pass, request);
-                inverse_temperature[group][which] = -1.0f;
-                if (kSampled && request < pass.requests) inverse_temperature[group][which] = s.rows[pass.first_row + request].inverse_temperature;
-                draws |= inverse_temperature[group][which] >= 0.0f;
-            }
-        draws = kSampled && __any_sync(kFullWarp, draws);
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
@@ -90,18 +83,13 @@ struct LaneRequests {
     __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
-        float noise[Dot::kLaneRequests][kRows] = {};
-        if (kSampled && draws)
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) noise_of<kTiles>(p, s, cta, pass, group, which, row, slot, noise[which]);
-        float scale[kRows];
+        float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
             const float u_scale = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
-            float values[kRows];
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
@@ -115,49 +103,97 @@ struct LaneRequests {
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
                 best[group][which].add_pair(packed, row + i, cta);
 #endif
-                values[i] = bias[0], values[i + 1] = bias[1];
+                values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[i];
+                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[which][i];
 #else
                 logits.store(base[group][which] + row, p.base_aligned);
 #endif
             }
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            const float inverse = inverse_temperature[group][which];
-#pragma unroll
-            for (int i = 0; i < kRows; ++i)
-                if (kSampled) values[i] = inverse >= 0.0f ? __fmaf_rn(values[i], inverse, noise[which][i]) : values[i];
-            best[group][which].add(values, row, cta);
-#endif
         }
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+        // After all that needs the accumulators: draws take many registers.
+        if (kSampled && pass_noise.draws) {
+            float noise[Dot::kLaneRequests][kRows];
+            noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) values[which][i] = inverse >= 0.0f ? __fmaf_rn(values[which][i], inverse, noise[which][i]) : values[which][i];
+            }
+        }
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) best[group][which].add(values[which], row, cta);
+#endif
     }
 
     template <int kTiles>
-    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int which, int row, int slot,
-                                             float (&noise)[2 * kTiles]) const {
-        float4 drawn;
+    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
+                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+        const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
+        if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
+            noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
+            return;
+        }
+        float4 drawn[Dot::kLaneRequests];
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
-            drawn = *lane_noise(s, cta, slot / 2, which);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
             upper = slot & 1;
         } else {
-            drawn = noise_stream(s.rows[pass.first_row + min(group * Dot::kRequests + Dot::lane_request(cta.lane, which), pass.requests - 1)], pass.step).approximate((p.shard_start + cta.first_row + row) / 4);
+            NoiseStream streams[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(lane_row_state(s, cta, pass, group, which), pass.step);
+            uint32_t ids_over_4[Dot::kLaneRequests];
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) ids_over_4[which] = id_over_4;
+            pass_noise.draw(streams, ids_over_4, drawn);
             upper = row & 2;
         }
-        if constexpr (kTiles == 2) {
-            noise[0] = drawn.x, noise[1] = drawn.y, noise[2] = drawn.z, noise[3] = drawn.w;
-        } else {
-            noise[0] = upper ? drawn.z : drawn.x, noise[1] = upper ? drawn.w : drawn.y;
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            const float4& four = drawn[which];
+            if constexpr (kTiles == 2) {
+                noise[which][0] = four.x, noise[which][1] = four.y, noise[which][2] = four.z, noise[which][3] = four.w;
+            } else {
+                noise[which][0] = upper ? four.z : four.x, noise[which][1] = upper ? four.w : four.y;
+            }
+        }
+    }
+
+    // Of a tile without a partner two lanes have two rows each of the same four: each draws for one of their requests and they
+    // exchange halves. A tile of a pair that comes by itself takes two draws, of which a half each is in vain.
+    __device__ __forceinline__ void noise_of_two_rows(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
+                                                      uint32_t id_over_4, float (&noise)[Dot::kLaneRequests][2]) const {
+        const bool paired = Round(cta, slot / 2).paired, upper = row & 2;
+#pragma unroll 1
+        for (int turn = 0; turn <= paired; ++turn) {
+            const int which = paired ? turn : upper;
+            const NoiseStream streams[1] = {noise_stream(lane_row_state(s, cta, pass, group, which), pass.step)};
+            float4 four[1];
+            pass_noise.draw(streams, {id_over_4}, four);
+            const float2 low = make_float2(four[0].x, four[0].y), high = make_float2(four[0].z, four[0].w);
+            const float2 own = upper ? high : low;
+            float2 other = which ? make_float2(noise[0][0], noise[0][1]) : own;
+            if (!paired) {
+                other = upper ? low : high;
+                other.x = __shfl_xor_sync(kFullWarp, other.x, 4);
+                other.y = __shfl_xor_sync(kFullWarp, other.y, 4);
+            }
+            noise[0][0] = which ? other.x : own.x, noise[0][1] = which ? other.y : own.y;
+            noise[1][0] = which ? own.x : other.x, noise[1][1] = which ? own.y : other.y;
         }
     }
 
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
-                                              const Dot::Accumulator (&acc)[kTiles][kColumnGroups][4]) {
+                                              const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
         int rows[kPairs + 1];
 #pragma unroll
@@ -194,13 +230,12 @@ struct LaneRequests {
 
 // ---- dot products ----------------------------------------------------------------------------------------------------
 
-// kReg register tiles from kFirst on and kShared tiles of shared memory from the warp's `shared_slot`th on, side by side: their
+// kReg register tiles from `first` on and kShared tiles of shared memory from the warp's `shared_slot`th on, side by side: their
 // independent accumulators hide the latency of a row's dependent MMAs.
-template <int kFirst, int kReg, int kShared>
-__device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                               int shared_slot, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+template <int kReg, int kShared>
+__device__ __forceinline__ void dot_products(const Smem& s, const Cta& cta, const Fragment (&weights)[kRegTiles][kSteps], int first, int shared_slot,
+                                             const unsigned char* const (&b)[kColumnGroups], Dot::Accumulator (*acc)[kColumnGroups][4]) {
     constexpr int kTiles = kReg + kShared;
-    Dot::Accumulator acc[kTiles][kColumnGroups][4] = {};
     const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + (shared_slot * kMultiplyWarps + cta.warp) * kTileBytes) + cta.lane;
     // What k step `k` needs from shared memory.
     struct Operands {
@@ -213,7 +248,7 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
         for (int group = 0; group < kColumnGroups; ++group) now.u[group] = *reinterpret_cast<const uint2*>(b[group] + 32 * k);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
-            now.a[i] = i < kReg ? weights[i < kReg ? kFirst + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
+            now.a[i] = i < kReg ? weights[i < kReg ? first + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
         return now;
     };
     // Of shared memory alone a step's few MMAs are over before the next one's operands have come.
@@ -233,6 +268,14 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
         // first and then finishes one tile after the other, to save registers: each MMA waits 35 cycles for the one before it.
         __syncwarp();
     }
+}
+
+template <int kFirst, int kReg, int kShared>
+__device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                               int shared_slot, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+    constexpr int kTiles = kReg + kShared;
+    Dot::Accumulator acc[kTiles][kColumnGroups][4] = {};
+    dot_products<kReg, kShared>(s, cta, weights, kFirst, shared_slot, b, acc);
     // A branch ends the dot products before what follows them.
     if (cta.rows > 0) {
         asm volatile("" ::: "memory");  // the loads of base logits stay on this side of the branch
@@ -240,6 +283,45 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) slots[i] = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
         mine.add_tiles<kTiles>(p, s, cta, pass, slots, acc);
+    }
+}
+
+// The same tiles in pairs of one kind a turn, the last of shared memory, if it has no partner, beside the last of registers. All
+// pairs' noise is drawn and added by the same instructions: a copy of them for each kind is 40 KB more than every pass would go
+// through. Of an SM quarter's two warps each begins with another kind: see multiply().
+__device__ __forceinline__ void multiply_in_turns(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+                                                  const Fragment (&weights)[kRegTiles][kSteps], const unsigned char* const (&b)[kColumnGroups],
+                                                  int shared_slots, LaneRequests& mine) {
+    constexpr int kRegPairs = kRegTiles / 2;
+    const int shared_pairs = shared_slots / 2, pairs = shared_pairs + kRegPairs;
+    const bool left_over = shared_slots % 2;
+    int index = cta.warp < kMultiplyWarps / 2 ? shared_pairs : 0;
+#pragma unroll 1
+    for (int turn = 0; turn < pairs; ++turn) {
+        Dot::Accumulator acc[3][kColumnGroups][4] = {};
+        int slot = kRegTiles + 2 * index;
+        bool alone = false;
+        if (index < shared_pairs) {
+            dot_products<0, 2>(s, cta, weights, 0, 2 * index, b, acc);
+        } else {
+            slot = 2 * (index - shared_pairs);
+            alone = left_over && index == pairs - 1;
+#pragma unroll
+            for (int first = 0; first < kRegTiles; first += 2) {
+                if (first != slot) continue;
+                if (first + 2 == kRegTiles && alone)
+                    dot_products<2, 1>(s, cta, weights, first, shared_slots - 1, b, acc);
+                else
+                    dot_products<2, 0>(s, cta, weights, first, 0, b, acc);
+            }
+        }
+        if (cta.rows > 0) {
+            asm volatile("" ::: "memory");
+            const int both[2] = {slot, slot + 1}, one[1] = {kRegTiles + shared_slots - 1};
+            if (alone) mine.add_tiles<1>(p, s, cta, pass, one, acc + 2);  // first: then its registers are free
+            mine.add_tiles<2>(p, s, cta, pass, both, acc);
+        }
+        if (++index == pairs) index = 0;
     }
 }
 
@@ -310,7 +392,9 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
         if (!kTakesLast && slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
     };
-    if constexpr (kTakesLast) {
+    if constexpr (kTakesLast && kSampled && !TPW_INT8) {
+        multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
+    } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
         // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
         const bool shared_first = cta.warp >= kMultiplyWarps / 2;
@@ -332,21 +416,24 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+    if constexpr (kLanesReduce) {
+        constexpr int kCount = kColumnGroups * Dot::kLaneRequests;
+        Best best[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) best[i] = mine.best[i / Dot::kLaneRequests][i % Dot::kLaneRequests];
+        const int left = reduce_over_lanes(best, cta.lane);
+        const int request = left / Dot::kLaneRequests * Dot::kRequests + Dot::lane_request(cta.lane, left % Dot::kLaneRequests);
+        if (cta.lane < 4 * kCount) out[request * kBestStride + cta.warp] = best[0];
+        return;
+    }
+#endif
 #pragma unroll
     for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-            if constexpr (kLanesReduce) {
-                mine.best[group][which].reduce();
-                if (cta.lane < 4) out[request * kBestStride + cta.warp] = mine.best[group][which];
-            } else {
-                out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-            }
-#else
             out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
-#endif
         }
 }
 

@@ -6,17 +6,15 @@
 
 namespace tpw {
 
-__device__ __forceinline__ uint4 philox4x32_10(uint4 counter, uint32_t key0, uint32_t key1) {
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        const uint32_t low0 = counter.x * 0xd2511f53u, high0 = __umulhi(counter.x, 0xd2511f53u);
-        const uint32_t low1 = counter.z * 0xcd9e8d57u, high1 = __umulhi(counter.z, 0xcd9e8d57u);
-        counter = make_uint4(high1 ^ counter.y ^ key0, low1, high0 ^ counter.w ^ key1, low0);
-        key0 += 0x9e3779b9u;
-        key1 += 0xbb67ae85u;
-    }
-    return counter;
+// Of the counter of one draw, with that round's keys.
+__device__ __forceinline__ uint4 philox_round(const uint4& counter, uint32_t key0, uint32_t key1) {
+    const uint32_t low0 = counter.x * 0xd2511f53u, high0 = __umulhi(counter.x, 0xd2511f53u);
+    const uint32_t low1 = counter.z * 0xcd9e8d57u, high1 = __umulhi(counter.z, 0xcd9e8d57u);
+    return make_uint4(high1 ^ counter.y ^ key0, low1, high0 ^ counter.w ^ key1, low0);
 }
+
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxKey0 = 0x9e3779b9u, kPhiloxKey1 = 0xbb67ae85u;  // what a round adds to the keys
 
 __device__ __forceinline__ float uniform(uint32_t bits) { return __fmul_rn(__fadd_rn(__uint2float_rn(bits), 0.5f), 0x1p-32f); }
 
@@ -73,36 +71,72 @@ __device__ __forceinline__ float approximate_log2(float x) {
 
 // The same within kGumbelError, at a tenth of the cost: enough to tell which ids can have drawn the largest score. In binary
 // logarithms: with x = -log2(1 - u), -log(-log1p(-u)) = -log(2) (log2(x) + log2(log(2))).
-// Below 1/16 the series of -log1p(-u) is cut after u^4/4: a relative error of u^4/5 < 3.1e-6. Above, lg2.approx is off by at
-// most 2^-22 (PTX ISA), 2.6e-6 of x, and 1 - u by 5e-7. The second logarithm turns relative errors into absolute ones and adds
-// 2^-22 of a noise below 24: 5.7e-6, and its rounding 1.4e-6.
+// Below 1/16 x is u times the quadratic that is nearest to x / u: a relative error of 2.2e-6, and 0.2e-6 of roundings. Above,
+// lg2.approx is off by at most 2^-22 (PTX ISA), 2.6e-6 of x, and 1 - u by 5e-7. The second logarithm turns relative errors into
+// absolute ones and adds 2^-22 of a noise below 24: 5.7e-6, and its rounding 1.4e-6.
 constexpr float kGumbelError = 1.4e-5f;
 
 __device__ __forceinline__ float approximate_gumbel(uint32_t bits) {
     const float u = __fmaf_rn(__uint2float_rn(bits), 0x1p-32f, 0x1p-33f);  // uniform(bits): scaling by a power of two is exact
-    constexpr float kPerLog2 = 1.4426950408889634f;
-    const float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, __fmaf_rn(u, kPerLog2 / 4, kPerLog2 / 3), kPerLog2 / 2), kPerLog2));
-    const float x = u < 0.0625f ? series : -approximate_log2(1.0f - u);
-    return __fmaf_rn(approximate_log2(x), -0.6931471806f, 0.3665129206f);
+    const float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.516780853f, 0.720490515f), 1.442698f));
+    const float x = u < 0.0625f ? series : approximate_log2(1.0f - u);  // or -x: the sign costs nothing below
+    return __fmaf_rn(approximate_log2(fabsf(x)), -0.6931471806f, 0.3665129206f);
+}
+
+__device__ __forceinline__ float4 approximate_gumbels(const uint4& bits) {
+    return make_float4(approximate_gumbel(bits.x), approximate_gumbel(bits.y), approximate_gumbel(bits.z), approximate_gumbel(bits.w));
 }
 
 // One request's noise at one step.
 struct NoiseStream {
     uint32_t key0, key1, row, step, offset;
 
-    __device__ __forceinline__ uint4 bits(uint32_t id_over_4) const { return philox4x32_10(make_uint4(id_over_4, row, step, offset), key0, key1); }
+    __device__ __forceinline__ uint4 counter(uint32_t id_over_4) const { return make_uint4(id_over_4, row, step, offset); }
+
+    __device__ __forceinline__ uint4 bits(uint32_t id_over_4) const {
+        uint4 state = counter(id_over_4);
+#pragma unroll
+        for (uint32_t round = 0; round < kPhiloxRounds; ++round) state = philox_round(state, key0 + round * kPhiloxKey0, key1 + round * kPhiloxKey1);
+        return state;
+    }
 
     // Of four ids.
-    __device__ __forceinline__ float4 approximate(uint32_t id_over_4) const {
-        const uint4 b = bits(id_over_4);
-        return make_float4(approximate_gumbel(b.x), approximate_gumbel(b.y), approximate_gumbel(b.z), approximate_gumbel(b.w));
-    }
+    __device__ __forceinline__ float4 approximate(uint32_t id_over_4) const { return approximate_gumbels(bits(id_over_4)); }
 
     __device__ __forceinline__ float exact(uint32_t id) const {
         const uint4 b = bits(id / 4);
         return gumbel(id % 4 == 0 ? b.x : id % 4 == 1 ? b.y : id % 4 == 2 ? b.z : b.w);
     }
 };
+
+// Four ids' noise of each of several requests, or of one request several times. A draw is ten rounds of a multiplication and an
+// addition each, one after the other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one
+// in the whole warp: then the keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked
+// out once.
+template <int kCount>
+__device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[kCount], bool alike, const NoiseStream& shared,
+                                                  const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) {
+    uint4 state[kCount];
+    if (alike) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) state[i] = make_uint4(ids_over_4[i], streams[i].row, shared.step, shared.offset);
+#pragma unroll
+        for (uint32_t round = 0; round < kPhiloxRounds; ++round)
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) state[i] = philox_round(state[i], shared.key0 + round * kPhiloxKey0, shared.key1 + round * kPhiloxKey1);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {  // rarely, so in few registers and few instructions
+            uint4 one = streams[i].counter(ids_over_4[i]);
+            uint32_t key0 = streams[i].key0, key1 = streams[i].key1;
+#pragma unroll 1
+            for (int round = 0; round < kPhiloxRounds; ++round, key0 += kPhiloxKey0, key1 += kPhiloxKey1) one = philox_round(one, key0, key1);
+            state[i] = one;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) noise[i] = approximate_gumbels(state[i]);
+}
 
 // T > 0 samples; below 1e-5 it counts as 1e-5. Zero, negative and NaN are greedy and come out as 0.
 __device__ __forceinline__ float effective_temperature(float temperature) {

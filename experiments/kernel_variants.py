@@ -250,7 +250,9 @@ _KNOWN_U = """{
 _KNOWN_NOISE = """        const uint32_t id = p.shard_start + cta.first_row + row;
         const float first = __uint_as_float(0x3f800000u | id * 0x9e3779b1u >> 9);
 #pragma unroll
-        for (int i = 0; i < 2 * kTiles; ++i) noise[i] = first + 0.25f * i;
+        for (int which = 0; which < Dot::kLaneRequests; ++which)
+#pragma unroll
+            for (int i = 0; i < 2 * kTiles; ++i) noise[which][i] = first + 0.25f * i;
         return;
 """
 
@@ -273,6 +275,12 @@ _ZERO_TILE = """        if (kSmemTiles > 0)
                 reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
 """
 
+# The dot products of a chunk by themselves know neither.
+_KNOW_THE_PASS = (
+    Edit("multiply.cuh", r"void dot_products\(", r"\g<0>const WalkParams& p, const Pass& pass, "),
+    Edit("multiply.cuh", r"dot_products<[^>]*>\(", r"\g<0>p, pass, "),
+)
+
 PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
     "no dot products",
     "no base logits, rounding, best row",
@@ -284,11 +292,12 @@ PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
 )
 LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     PRODUCTS: (
+        *_KNOW_THE_PASS,
         Edit("multiply.cuh", _ADDED_TO_MULTIPLY, (_KEEP + _PRODUCT) + r"\g<0>"),
         Edit(
             "multiply.cuh",
             r"    // What k step `k` needs(?s:.*?)        __syncwarp\(\);\n    \}\n",
-            _PRODUCTS.format(slot="kFirst * 64 + shared_slot", tiles="kTiles"),
+            _PRODUCTS.format(slot="first * 64 + shared_slot", tiles="kTiles"),
         ),
         Edit(
             "multiply.cuh",
@@ -330,6 +339,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit("multiply.cuh", r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
     ),
     W2: (
+        *_KNOW_THE_PASS,
         Edit("multiply.cuh", _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
         Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),

@@ -1,8 +1,9 @@
 """Which instruction touches which part of a mailbox: pointers followed through a kernel's PTX.
 
 Every register is given the pointers that it may hold: a kernel parameter plus a constant, whatever is added to it at
-run time. The constants are MailboxLayout's offsets, so they tell slots from results. PTX isn't parsed in full, so this
-is no proof; the tests require each kind of access to be found.
+run time. The constants are MailboxLayout's offsets, so they tell slots from results. Functions that a kernel calls are
+followed, too: a function's parameter may hold what any call gives it. PTX isn't parsed in full, so this is no proof;
+the tests require each kind of access to be found.
 """
 
 from __future__ import annotations
@@ -80,14 +81,17 @@ def accesses(ptx: str, entry: str, pointers: Mapping[int, str]) -> list[Access]:
         elif opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
             for address in re.findall(r"\[([^\]]+)\]", operands):
                 named = {pair for pair in _evaluate(address, values) if pair[0] not in (None, PARAMETER)}
-                found += [Access(opcode, str(pointer), offset) for pointer, offset in sorted(named)]
+                # The state space of an atomic follows from what the compiler knows of its pointer: not in a function.
+                spelt = opcode.replace("atom.global.", "atom.")
+                found += [Access(spelt, str(pointer), offset) for pointer, offset in sorted(named)]
     return found
 
 
 def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
     """(opcode, operands) of each statement of an entry, and its parameters' offsets."""
-    match = re.search(rf"\.entry {entry}\((.*?)\)(.*?)(\.entry|\Z)", ptx, re.DOTALL)
+    match = re.search(rf"\.entry {entry}\((.*?)\)(.*?)(\.entry|\.func|\Z)", ptx, re.DOTALL)
     assert match is not None, f"no entry {entry}"
+    body = _with_functions(match[2], ptx)
     symbols, offset = {}, 0
     for declaration in match[1].split(","):
         size = {"u64": 8, "b64": 8, "u32": 4, "b32": 4}
@@ -101,12 +105,30 @@ def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
         symbols[name[1]] = offset
         offset += num_bytes
     statements = []
-    for statement in re.split(r"[;\n]", re.sub(r"//[^\n]*", "", match[2])):
+    for statement in re.split(r"[;\n]", re.sub(r"//[^\n]*", "", body)):
         text = re.sub(r"^\s*(\{|\})?\s*(@!?%?\w+)?\s*", "", statement).strip()
         if text and not text.startswith((".", "$")):
             opcode, _, operands = text.partition(" ") if " " in text else text.partition("\t")
             statements.append((opcode, operands.strip()))
     return statements, symbols
+
+
+def _with_functions(body: str, ptx: str) -> str:
+    """The body and those of all functions: registers get names of their own, the parameters of calls the function's."""
+    definitions = re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)\([^;{]*\)\s*(\{.*?\n\})", ptx, re.DOTALL)
+    bodies = [body, *(re.sub(r"%(\w+)", rf"%\1_of_{number}", text) for number, (_, text) in enumerate(definitions))]
+
+    def named(call: re.Match[str]) -> str:
+        (callee,) = re.findall(r"call(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?(\w+)", call[0])
+        return re.sub(r"\[param(\d+)", rf"[{callee}_param_\1", call[0])
+
+    return "\n".join(re.sub(r"\{ // callseq.*?\} // callseq", named, one, flags=re.DOTALL) for one in bodies)
+
+
+def _cell(address: str) -> str:
+    """Of a parameter of a function that is called: `name+offset`, in one spelling."""
+    base, _, added = address.strip("[] ").partition("+")
+    return f"{base}+{int(added or 0)}"
 
 
 def _evaluate(expression: str, values: Mapping[str, Values]) -> Values:
@@ -124,14 +146,16 @@ def _results(
     """What a statement writes to which registers."""
     kind = opcode.split(".")[0]
     parts = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", operands)
+    if kind == "st" and ".param" in opcode:
+        return [(_cell(parts[0]), _evaluate(parts[1], values))]
     if kind in ("st", "red", "bra", "bar", "ret", "fence", "membar") or len(parts) < 2:
         return []
     registers = re.findall(r"%\w+", parts[0])
-    if kind == "ld" and ".param" in opcode:
+    if kind == "ld" and len(registers) == 1:
         address = _evaluate(parts[1], values)
         named = {pointers[at] for what, at in address if what == PARAMETER and at in pointers}
-        loaded: Values = frozenset((name, 0) for name in named) or NUMBER
-        return [(register, loaded) for register in registers]
+        given = values.get(_cell(parts[1]), NUMBER) if ".param" in opcode else NUMBER
+        return [(registers[0], frozenset((name, 0) for name in named) or given)]
     if len(registers) != 1 or "{" in operands:
         return [(register, NUMBER) for register in registers]
     sources = [_evaluate(part, values) for part in parts[1:]]

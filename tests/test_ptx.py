@@ -49,8 +49,8 @@ REGIONS = {
 # By region, the instructions that the argument in mailbox.cuh allows a kernel and needs: each must occur, and no other.
 EVERY_KERNEL = {
     "own numbers": OWN_NUMBER,
-    "claim": {"atom.global.exch.b32"},
-    "in flight": {"atom.global.exch.b32"},
+    "claim": {"atom.exch.b32"},
+    "in flight": {"atom.exch.b32"},
     "poison": SYS_WORD,
 }
 WALK = EVERY_KERNEL | {"headers": SYS_WORD, "results": SYS_WORD, "slots": GPU_WORD}

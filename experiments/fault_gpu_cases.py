@@ -366,11 +366,13 @@ def gpu_cases() -> Iterator[Case]:
     lost = Expected(("WalkTimeout",), "rank 1", steady_s)
     for step in (0, GAMMA // 2, GAMMA - 1):
         told = replace(lost, says=rf"rank 1.* step {step}\b")
+        # Where a step takes many passes, results follow a pass behind: the last rows' are of the step before.
+        told_late = replace(lost, says=rf"rank 1.* step ({step}|{step - 1})\b")
         for action in ("killed", "stopped"):
             for batch in BATCHES:
                 arguments = {"step": step, "action": action, "block": {"batch": batch}}
                 phase = f"step {step} of {GAMMA}, {batch} requests"
-                yield Case(action, phase, SETTING, held_in_a_step, told, arguments)
+                yield Case(action, phase, SETTING, held_in_a_step, told_late if batch == MANY else told, arguments)
         for mode in ("sampled", "greedy"):
             block: dict[str, Any] = {"batch": MANY} | ({"temperatures": None} if mode == "greedy" else {})
             withheld = {"step": step, "action": None, "row": WITHHELD_ROW, "block": block}

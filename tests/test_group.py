@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -160,3 +161,33 @@ def test_outsiders_are_told(rank_pool) -> None:
     assert inside == 0
     assert isinstance(outside, WalkInputError)
     assert "not a member" in str(outside)
+
+
+def fails_around_a_call(within: str) -> tuple[object, list[int]]:
+    group = world()
+
+    def build() -> None:
+        if group.rank == 1:
+            raise OSError("injected")
+        if within == "stage":
+            group.stage("a stage within", lambda: None)
+        else:
+            group.all_gather_object(None, "a call within")
+
+    return outcome(lambda: group.stage("the stage", build)), group.all_gather_object(group.rank)
+
+
+@pytest.mark.parametrize(
+    ("within", "kind", "message"),
+    [
+        ("stage", SetupError, "^the stage failed on rank 1: OSError: injected$"),
+        ("call", WalkMismatch, "'(vote: the stage|a call within)'.*'(vote: the stage|a call within)'"),
+    ],
+)
+def test_a_rank_that_fails_while_others_are_within_its_stage_leaves_them_in_step(
+    within: str, kind: type[Exception], message: str, rank_pool
+) -> None:
+    for raised, after in rank_pool(3)(fails_around_a_call, within):
+        assert type(raised) is kind
+        assert re.search(message, str(raised))
+        assert after == [0, 1, 2]

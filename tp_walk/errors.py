@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class WalkError(RuntimeError):
-    """Base of all tp_walk errors: `except WalkError` catches whatever the package reports."""
+    """Base of all tp_walk errors: `except WalkError` catches whatever the package reports.
+
+    is_agreed: every rank has raised it, or one about the same call: ranks needn't vote on it.
+    """
+
+    is_agreed = False
 
 
 class WalkInputError(WalkError, ValueError):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tp_walk.errors import SetupError, WalkError, WalkInputError, WalkMismatch, WalkTimeout
 
 T = TypeVar("T")
+_Error = TypeVar("_Error", bound=WalkError)
 
 # Of the messages between two ranks, so that they don't meet the engine's own in the same group.
 _TAG = 0x7470
@@ -62,7 +63,8 @@ class WalkGroup:
             )
 
     def all_gather_object(self, value: Any, what: str = "all_gather_object") -> list[Any]:
-        """Every rank's value (anything that pickles), in rank order. what: the call in words, the same on every rank.
+        """Every rank's value (anything that pickles), in rank order. what: the call in words, the same on every rank
+        up to a colon.
 
         Raises:
             WalkTimeout: a rank is lost, or didn't come in time. WalkMismatch: one is in the middle of another call.
@@ -93,24 +95,30 @@ class WalkGroup:
         """
         if self.world_size == 1 and isinstance(error, WalkError):
             raise error
-        failures = self.all_gather_object(None if error is None else (_class_of(error), _cause_of(error)), stage)
-        failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
-        if not failed:
-            return
-        classes = {kind for kind, _ in failed.values()}
-        kind = classes.pop() if len(classes) == 1 else SetupError
-        # A cause that ranks share, such as a file that none of them can read, is told once.
-        ranks: dict[str, list[str]] = {}
-        for rank, (_, cause) in failed.items():
-            ranks.setdefault(cause, []).append(str(rank))
-        causes = "; ".join(f"rank{'s' * (len(on) > 1)} {', '.join(on)}: {cause}" for cause, on in ranks.items())
-        raise kind(f"{stage} failed on {causes}") from error
+        # All votes are one call: a rank that fails votes on its stage while the others may be at one within it.
+        failure = None if error is None else (_class_of(error), _cause_of(error))
+        votes = self.all_gather_object((stage, failure), f"vote: {stage}")
+        failed = {rank: failure for rank, (_, failure) in enumerate(votes) if failure is not None}
+        if failed:
+            classes = {kind for kind, _ in failed.values()}
+            kind = classes.pop() if len(classes) == 1 else SetupError
+            # A cause that ranks share, such as a file that none of them can read, is told once.
+            ranks: dict[str, list[str]] = {}
+            for rank, (_, cause) in failed.items():
+                ranks.setdefault(cause, []).append(str(rank))
+            causes = "; ".join(f"rank{'s' * (len(on) > 1)} {', '.join(on)}: {cause}" for cause, on in ranks.items())
+            raise _agreed(kind(f"{votes[min(failed)][0]} failed on {causes}")) from error
+        for rank, (theirs, _) in enumerate(votes):
+            if theirs != stage:
+                raise self._mismatch(stage, rank, theirs)
 
     def stage(self, name: str, action: Callable[[], T]) -> T:
         """Runs `action` on every rank and votes on the outcome; its result, unless a rank failed (see `vote`)."""
         try:
             result = action()
         except Exception as error:
+            if isinstance(error, WalkError) and error.is_agreed:
+                raise
             self.vote(name, error)
             raise AssertionError("a vote on an error returned") from error
         self.vote(name, None)
@@ -174,17 +182,22 @@ class WalkGroup:
         heads = {peer: _head(frame) for peer, frame in frames.items()}
         for peer, (theirs, _) in heads.items():
             # Where any two ranks differ, each rank differs from some other: all raise, and are in step again.
-            if theirs != _head(own)[0]:
-                raise WalkMismatch(
-                    f"ranks make different calls: rank {self.rank} is at {_head(own)[0]!r}, rank {peer} at {theirs!r}; "
-                    "make the same ones in the same order on every rank"
-                )
+            if theirs.partition(":")[0] != what.partition(":")[0]:
+                raise self._mismatch(what, peer, theirs)
         rests = {peer: size - _FRAME_BYTES for peer, (_, size) in heads.items() if size > _FRAME_BYTES}
         tails = self._pass(own[_FRAME_BYTES:], rests, until, timeout_s)
         messages = {peer: torch.cat([frame, tails[peer]]) if peer in tails else frame for peer, frame in frames.items()}
         sizes = {peer: size for peer, (_, size) in heads.items()}
         messages[self.rank], sizes[self.rank] = own, _HEAD_BYTES + payload.numel()
         return [messages[rank][_HEAD_BYTES : sizes[rank]].clone() for rank in range(self.world_size)]
+
+    def _mismatch(self, own: str, peer: int, theirs: str) -> WalkMismatch:
+        return _agreed(
+            WalkMismatch(
+                f"ranks make different calls: rank {self.rank} is at {own!r}, rank {peer} at {theirs!r}; "
+                "make the same ones in the same order on every rank"
+            )
+        )
 
     def _pass(
         self, sent: torch.Tensor, sizes: Mapping[int, int], until: float, timeout_s: float
@@ -228,6 +241,12 @@ class WalkGroup:
     def _give_up(self, whom: str, timeout_s: float, cause: RuntimeError) -> NoReturn:
         self._lost = f"rank {self.rank} waited {timeout_s} s at most for {whom}: {cause}"
         raise WalkTimeout(self._lost) from cause
+
+
+def _agreed(error: _Error) -> _Error:
+    """The error, marked as one that all ranks raise."""
+    error.is_agreed = True
+    return error
 
 
 def _message(payload: torch.Tensor, what: str) -> torch.Tensor:

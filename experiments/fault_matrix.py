@@ -82,7 +82,10 @@ def set_up_cases(setting: Setting, stages: list[str]) -> Iterator[Case]:
         for action, expected in (
             ("killed", Expected(("WalkTimeout",), LOST, startup_s)),
             ("stopped", Expected(("WalkTimeout",), LOST, startup_s)),
-            ("raises", Expected(("SetupError",), r"failed on .*rank 1: \w*Error: injected", startup_s, victims_too=True)),
+            (
+                "raises",
+                Expected(("SetupError",), r"failed on .*rank 1: \w*Error: injected", startup_s, victims_too=True),
+            ),
         ):
             arguments = {"stage": stage, "action": action}
             yield Case(action, f"set-up: {stage}", setting, cases.lost_in_set_up, expected, arguments)

@@ -33,6 +33,8 @@ __device__ __forceinline__ u32 list_offset(const CertifyParams& p, u64 block, in
     return words * TPW_WORD_BYTES;
 }
 
+// By 32 bits of the block's number: a word would have to be left from exactly 2^32 blocks before, five days of nothing but blocks of
+// 100 µs, to be taken for a new one.
 __device__ __forceinline__ bool is_of_block(const Word& word, u64 block) { return u32(word.tag >> 32) == u32(block); }
 
 // ---- scores and their limit: the device half of tp_walk/certify.py, which proves them ----------------------------------

@@ -395,7 +395,7 @@ struct PassNoise {
     }
 };
 
-// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (multiply.cuh). A warp draws what it
+// Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (cta_best.cuh). A warp draws what it
 // will itself add, so that no other has to be waited for. lane: of those that add it, see Dot::lane_request.
 __device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int lane, int round, int which) {
     return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + lane;

@@ -109,7 +109,7 @@ struct NoiseStream {
     }
 };
 
-// Four ids' noise of each of several requests, or of one request several times. A draw is ten rounds of a multiplication and an
+// Four ids' noise of each of several requests. A draw is ten rounds of a multiplication and an
 // addition each, one after the other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one
 // in the whole warp: then the keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked
 // out once.

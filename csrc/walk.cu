@@ -4,6 +4,7 @@
 // One CTA an SM. CTA c owns the 16-row tiles [c * T, (c + 1) * T) of this rank's rows; multiply warp w of it the tiles w,
 // w + kMultiplyWarps, ...: the first TPW_REG_TILES of those in registers, the next ones in shared memory, and what doesn't fit
 // is streamed each step. A *pass* is one step of one group of requests (the columns of the MMAs).
+#include "cta_best.cuh"
 #include "exchange.cuh"
 #include "logits.cuh"
 #include "lse.cuh"

@@ -10,7 +10,22 @@ import pytest
 import torch
 from rank_pool import RankPool
 
+from tp_walk import selection
+from tp_walk.topology import Gpu, Link
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def two_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What selection sees where two of them are linked, with a driver that no table was measured with."""
+    gpus = [Gpu(str(index), "NVIDIA H200", "host", False, "590") for index in range(2)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(selection, "gpu_of", lambda device: gpus[device.index])
+    monkeypatch.setattr(selection, "link_between", lambda own, peer: Link("NVLink", 18))
+    monkeypatch.setattr(selection, "software", lambda: {"driver": "590"})
 
 
 @pytest.fixture(scope="session")

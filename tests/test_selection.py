@@ -285,14 +285,8 @@ class TestWithoutARuntime:
         with pytest.raises(PlanUnavailableError, match="no CUDA device"):
             tp_walk.auto_select(8, shape=WalkShape(151_936, 256, 2))
 
-    def test_on_a_gpu_the_table_or_the_seed_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        gpus = [tp_walk.topology.Gpu(str(index), "NVIDIA H200", "host", False, "580") for index in range(2)]
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(selection, "gpu_of", lambda device: gpus[device.index])
-        monkeypatch.setattr(selection, "link_between", lambda own, peer: tp_walk.topology.Link("NVLink", 18))
-        monkeypatch.setattr(selection, "software", lambda: {"driver": "580"})
+    def test_on_a_gpu_the_table_or_the_seed_answers(self, two_h200s: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(selection, "software", lambda: {"driver": "580"})  # as when CROSSING was measured
         monkeypatch.setattr(plan_table, "SHIPPED_DIR", Path("/nowhere"))
         shape = WalkShape(151_936, 256, 2)
         assert tp_walk.auto_select(8, shape=shape).provenance.startswith("seed")

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import tp_walk
-from tp_walk import crossover_cli, plan_table, selection
+from tp_walk import crossover_cli, plan_table
 from tp_walk.config import WalkShape
 from tp_walk.cost_model import seed_us
 from tp_walk.plan import EXECUTORS
@@ -32,17 +31,6 @@ def measured() -> PlanTable:
     table = find_table(H200S)
     assert table is not None
     return table
-
-
-@pytest.fixture
-def two_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [tp_walk.topology.Gpu(str(index), "NVIDIA H200", "host", False, "590") for index in range(2)]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(selection, "gpu_of", lambda device: gpus[device.index])
-    monkeypatch.setattr(selection, "link_between", lambda own, peer: tp_walk.topology.Link("NVLink", 18))
-    monkeypatch.setattr(selection, "software", lambda: {"driver": "590"})
 
 
 def test_it_has_every_layout_and_mode_at_the_ends(measured: PlanTable) -> None:

@@ -1,14 +1,15 @@
-// The chase: one CTA takes one request's step.
+// The chase: a CTA, or a team of them, takes one request's step.
 //
-// Whatever doesn't depend on the token comes first, for all steps at once, as each has its CTA: the candidates of all ranks in
+// Whatever doesn't depend on the token comes first, for all steps at once, as each has its CTAs: the candidates of all ranks in
 // registers, the rows of W2 of the best of them (the first tier) in shared memory, and their exact noise. And *transitions*: for
-// each token that the step before is likely to end with, by its own candidates alone, which token this step then ends with. All
-// CTAs tell their transitions to the others of the request, and each follows them from the anchor to its own step: a look-up a
+// each token that the step before is likely to end with, by its own candidates alone, which token this step then ends with. A team
+// shares them out in parts of kPart tokens, as a token without a transition costs the time of several steps. All transitions are
+// told to the CTAs of the request, and one of each team, the follower, follows them from the anchor to its own step: a look-up a
 // step, with no word to anybody.
 //
-// A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The CTA of its step
-// then scores the first tier after this token alone, by the same code, in all columns: a CTA runs nearly all its code but once,
-// straight from DRAM, so what counts is how much there is. If the best isn't above the limit of the others, those that still
+// A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The follower of its
+// step then scores the first tier after this token alone, by the same code, in all columns: a CTA runs nearly all its code but
+// once, straight from DRAM, so what counts is how much there is. If the best isn't above the limit of the others, those that still
 // could win are scored as well (the second tier). Who follows the transitions beyond that step waits for its token. All ranks do
 // this on the same candidates, so they need no word from each other.
 #pragma once
@@ -19,10 +20,6 @@
 namespace tpw {
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
-__device__ __forceinline__ void copy_16(void* target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
-}
 
 // Where a lane finds its two rows of a tile.
 struct TileRows {
@@ -41,11 +38,18 @@ struct Chase {
     const Exchange watch;
     const RowState row;  // of the request
     const Scoring scoring;
-    const int batch_row, step, thread, lane, warp;
+    const int batch_row, step, member, thread, lane, warp;
 
-    __device__ __forceinline__ Chase(const CertifyParams& p, const ChaseSmem& s, const Exchange& watch, const RowState& row, int batch_row, int step)
-        : p(p), s(s), watch(watch), row(row), scoring{row.temperature, row.inverse_temperature}, batch_row(batch_row), step(step), thread(threadIdx.x),
-          lane(threadIdx.x % kWarpSize), warp(threadIdx.x / kWarpSize) {}
+    __device__ __forceinline__ Chase(const CertifyParams& p, const ChaseSmem& s, const Exchange& watch, const RowState& row, int batch_row, int step, int member)
+        : p(p), s(s), watch(watch), row(row), scoring{row.temperature, row.inverse_temperature}, batch_row(batch_row), step(step), member(member),
+          thread(threadIdx.x), lane(threadIdx.x % kWarpSize), warp(threadIdx.x / kWarpSize) {}
+
+    // Of the team: who tells the next step what this one is likely to end with, and who finds this step's token. That one comes last,
+    // as it waits for all others.
+    __device__ __forceinline__ bool tells() const { return member == 0; }
+    __device__ __forceinline__ bool follows() const { return member == p.team - 1; }
+    // After the anchor comes one token, whose team has no transitions to share.
+    __device__ __forceinline__ bool scores() const { return step > 0 || follows(); }
 
     __device__ __forceinline__ int64_t target(uint32_t id) const { return p.walk.d2t ? p.walk.d2t[id] : static_cast<int64_t>(id); }
 
@@ -56,16 +60,27 @@ struct Chase {
         return p.lists[p.walk.rank] + list_offset(p, watch.block, step * p.walk.batch + batch_row, 0, 0);
     }
 
+    __device__ __forceinline__ uint32_t num_words() const { return TPW_WORLD_SIZE * p.units * kUnitWords; }
+
+    static constexpr int kLast = kList - (kUnitWords - 1) * kWordCandidates;  // in a unit's last word: what was left out
+
+    // The thread's word i, without what isn't a candidate: that has kNothing's order.
+    __device__ __forceinline__ Parts candidates(int i, const Word& word) const {
+        Parts parts = Parts::from(word);
+#pragma unroll
+        for (int j = 0; j < kWordCandidates; ++j)
+            if (word_index(i) >= num_words() || j == kLast && word_index(i) % kUnitWords == kUnitWords - 1) parts.of[j] = static_cast<uint32_t>(kNothing);
+        return parts;
+    }
+
     // The words of all ranks, which each thread keeps in its registers. False when the walk has failed. `left_out`: of the largest
-    // that any unit left out; what isn't a candidate has kNothing's order afterwards.
+    // that any unit left out.
     __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest, int32_t& left_out) const {
-        const uint32_t words = TPW_WORLD_SIZE * p.units * kUnitWords;
         const char* first = list() + thread * TPW_WORD_BYTES;
         Word word[kThreadWords] = {};
         uint32_t missing = 0;
 #pragma unroll
-        for (int i = 0; i < kThreadWords; ++i) missing |= uint32_t(word_index(i) < words) << i;
-        const uint32_t own = missing;
+        for (int i = 0; i < kThreadWords; ++i) missing |= uint32_t(word_index(i) < num_words()) << i;
         bool alive = true;
         for (u32 polls = 1; missing != 0; ++polls) {
 #pragma unroll
@@ -80,18 +95,11 @@ struct Chase {
                 break;
             }
         }
-        constexpr int kLast = kList - (kUnitWords - 1) * kWordCandidates;  // in a unit's last word: what was left out
         int32_t best = kNothing, most = kNothing;
 #pragma unroll
         for (int i = 0; i < kThreadWords; ++i) {
-            parts[i] = Parts::from(word[i]);
-            if (!(own >> i & 1)) {
-#pragma unroll
-                for (int j = 0; j < kWordCandidates; ++j) parts[i].of[j] = static_cast<uint32_t>(kNothing);
-            } else if (word_index(i) % kUnitWords == kUnitWords - 1) {
-                most = max(most, parts[i].order(kLast));
-                parts[i].of[kLast] = static_cast<uint32_t>(kNothing);
-            }
+            if (word_index(i) < num_words() && word_index(i) % kUnitWords == kUnitWords - 1) most = max(most, Parts::from(word[i]).order(kLast));
+            parts[i] = candidates(i, word[i]);
 #pragma unroll
             for (int j = 0; j < kWordCandidates; ++j) best = max(best, parts[i].order(j));
         }
@@ -182,33 +190,30 @@ struct Chase {
         }
         __syncthreads();
         const int rows = s.control->counters[0];
-        const int row_slot = warp + lane * kCertifyWarps;
-        uint32_t id = 0;
-        if (lane < kWarpRows && row_slot < rows) {
-            const uint32_t place = s.tier_place[row_slot];
-            s.tier_id[row_slot] = id = id_of(place >> 16, place & 0xffff);
-            if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
+        if (scores()) {
+            // A lane a row. Before, others wrote and read in the rows' place.
+            fence_before_bulk_copies();
+            if (thread == 0) mbarrier_expect(&s.control->rows_barrier, rows * TPW_RANK * 2);
+            const int row_slot = warp * kWarpRows + lane;
+            if (lane < kWarpRows && row_slot < rows) {
+                const uint32_t place = s.tier_place[row_slot], id = id_of(place >> 16, place & 0xffff);
+                bulk_load(s.rows + row_slot * kRowBytes, p.w2 + static_cast<int64_t>(id) * TPW_RANK, TPW_RANK * 2, &s.control->rows_barrier);
+                s.tier_id[row_slot] = id;
+                if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
+            }
         }
-        const unsigned char* rows_of_w2 = reinterpret_cast<const unsigned char*>(p.w2);
-#pragma unroll 4
-        for (int i = 0; i < kWarpRows; ++i) {
-            const int to = warp + i * kCertifyWarps;
-            const unsigned char* source = rows_of_w2 + static_cast<int64_t>(__shfl_sync(kFullWarp, id, i)) * (TPW_RANK * 2);
-            if (to < rows)
-                for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + to * kRowBytes + at, source + at);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-        if (warp == 0 && step + 1 < p.walk.gamma) tell_likely(rows, threshold, largest);
-        if (warp >= kColumnWarps && scoring.sampled())
+        if (warp == 0 && tells() && step + 1 < p.walk.gamma) tell_likely(rows, threshold, largest);
+        if (warp >= kColumnWarps && scoring.sampled() && scores())
             for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
                 s.tier_noise[slot] = exact_noise(id_of(s.tier_place[slot] >> 16, s.tier_place[slot] & 0xffff));
         return rows;
     }
 
-    // By one warp: the best of the first tier, at most kLikely, to the next step's CTA; what it reads for them is then on its way
-    // into L2.
+    // By one warp: the best of the first tier, as many as have transitions, to the next step's CTAs; what these read for them is
+    // then on its way into L2.
     __device__ __forceinline__ void tell_likely(int rows, int32_t threshold, int32_t largest) const {
         constexpr int kLaneRows = (kTier + kWarpSize - 1) / kWarpSize;
+        const int most = p.parts * kPart;
         int32_t orders[kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) orders[i] = lane + i * kWarpSize < rows ? s.tier_order[lane + i * kWarpSize] : kNothing;
@@ -219,29 +224,32 @@ struct Chase {
 #pragma unroll
             for (int i = 0; i < kLaneRows; ++i) above += orders[i] > static_cast<int32_t>(low + (tried << kOrderShift));
             above = __reduce_add_sync(kFullWarp, above);
-            if (above <= kLikely)
+            if (above <= most)
                 width = tried;
             else
                 low += tried << kOrderShift, width -= tried;
-            if (width <= 1 || above <= kLikely && above * 4 >= kLikely * 3) break;
+            if (width <= 1 || above <= most && above * 4 >= most * 3) break;
             tried = width / 2;
         }
         const int32_t likely = low + (width << kOrderShift);
         int count = 0;
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-            const uint32_t those = __ballot_sync(kFullWarp, orders[i] > likely);
-            if (orders[i] > likely) s.control->likely[count + __popc(those & ((1u << lane) - 1))] = s.tier_place[lane + i * kWarpSize];
+#pragma unroll 1
+        for (int slot = lane; slot - lane < rows; slot += kWarpSize) {
+            const bool is_likely = slot < rows && s.tier_order[slot] > likely;
+            const uint32_t those = __ballot_sync(kFullWarp, is_likely);
+            if (is_likely) {
+                const uint32_t place = s.tier_place[slot];
+                const int64_t token = target(id_of(place >> 16, place & 0xffff));
+                tell_likely(count + __popc(those & ((1u << lane) - 1)), static_cast<u64>(token));
+                prefetch_token(token);
+            }
             count += __popc(those);
         }
-        __syncwarp();
-        u64 token = kNoToken;
-        if (lane < count) {
-            const uint32_t place = s.control->likely[lane];
-            token = static_cast<u64>(target(id_of(place >> 16, place & 0xffff)));
-        }
-        store_word<Scope::gpu>(likely_word(p, step, batch_row, lane), token, header_tag(watch.block));
-        if (lane < count) prefetch_token(static_cast<int64_t>(token));
+        for (int i = count + lane; i < most; i += kWarpSize) tell_likely(i, kNoToken);
+    }
+
+    __device__ __forceinline__ void tell_likely(int i, u64 token) const {
+        store_word<Scope::gpu>(likely_word(p, step, batch_row, i), token, header_tag(watch.block));
     }
 
     // What a step after `token` reads, into L2.
@@ -253,10 +261,11 @@ struct Chase {
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
 
-    // The tokens that the step before is likely to end with, one a lane. False: the walk has failed.
-    __device__ __forceinline__ bool await_likely(uint32_t& before) const {
+    // The tokens of a part that the step before is likely to end with, one a lane. False: the walk has failed.
+    __device__ __forceinline__ bool await_likely(int part, uint32_t& before) const {
         u64 token = kNoToken;
-        const bool alive = await_word<Scope::gpu>(watch, likely_word(p, step - 1, batch_row, lane), header_tag(watch.block), step_site(), token);
+        const char* word = likely_word(p, step - 1, batch_row, part * kPart + lane);
+        const bool alive = await_word<Scope::gpu>(watch, word, header_tag(watch.block), step_site(), token);
         before = static_cast<uint32_t>(token);
         return __all_sync(kFullWarp, alive);
     }
@@ -264,7 +273,7 @@ struct Chase {
     // u of each lane's token into the column of the lane's number.
     __device__ __forceinline__ void load_columns(uint32_t before) const {
         if (warp >= kColumnWarps) return;
-        constexpr int kWarpColumns = kLikely / kColumnWarps;
+        constexpr int kWarpColumns = kPart / kColumnWarps;
         URow u[kWarpColumns];
 #pragma unroll
         for (int i = 0; i < kWarpColumns; ++i) {
@@ -277,21 +286,21 @@ struct Chase {
 
     // The first tier after the tokens of all columns: s.keys of each warp, for all to read.
     __device__ __forceinline__ void score_columns(int rows) const {
-        uint64_t best[2 * kLikelyGroups] = {};  // of the lane's columns
+        uint64_t best[2 * kPartGroups] = {};  // of the lane's columns
         if (warp * kTileRows < rows) {
             const int first = warp * kTileRows + lane / 4;
             TileRows tile;
 #pragma unroll
             for (int half = 0; half < 2; ++half) tile.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
-            Dot::Accumulator acc[kLikelyGroups][4] = {};
-            multiply_tile<kLikelyGroups>(s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8, tile, acc);
+            Dot::Accumulator acc[kPartGroups][4] = {};
+            multiply_tile<kPartGroups>(s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8, tile, acc);
 #pragma unroll 1  // its code is run for the first time: once more is cheaper than as much again
             for (int half = 0; half < 2; ++half) {
                 const int slot = min(first + 8 * half, rows - 1);  // the last one again changes nothing
                 const float base = s.tier_base[slot], noise = s.tier_noise[slot];
                 const uint32_t id = s.tier_id[slot];
 #pragma unroll
-                for (int i = 0; i < kLikelyGroups; ++i) {
+                for (int i = 0; i < kPartGroups; ++i) {
                     int32_t scores[2];
                     scoring.scores(base, half ? acc[i][2] : acc[i][0], half ? acc[i][3] : acc[i][1], noise, scores);
 #pragma unroll
@@ -300,9 +309,9 @@ struct Chase {
             }
         }
         // The eight lanes that have the same eight columns: each is left with the best of one.
-        static_assert(2 * kLikelyGroups == kColumns);
+        static_assert(2 * kPartGroups == kColumns);
 #pragma unroll
-        for (int left = kLikelyGroups, distance = kWarpSize / 2; left >= 1; left /= 2, distance /= 2)
+        for (int left = kPartGroups, distance = kWarpSize / 2; left >= 1; left /= 2, distance /= 2)
 #pragma unroll
             for (int i = 0; i < left; ++i) {
                 const bool upper = lane & distance;
@@ -310,42 +319,60 @@ struct Chase {
                 best[i] = max(upper ? best[i + left] : best[i], other);
             }
         const int own = lane >> 2, column = own / 2 * kColumns + 2 * (lane & 3) + own % 2;
-        s.keys[warp * kLikely + column] = best[0];
+        s.keys[warp * kPart + column] = best[0];
         __syncthreads();
     }
 
-    // By one warp: the transitions of all likely tokens, told to the CTAs of the request.
-    __device__ __forceinline__ void tell_transitions(int32_t threshold, uint32_t before) const {
+    // By one warp: the transitions of a part's tokens, told to the CTAs of the request.
+    __device__ __forceinline__ void tell_transitions(int part, int32_t threshold, uint32_t before) const {
         uint64_t key = 0;
 #pragma unroll 4
-        for (int of = 0; of < kCertifyWarps; ++of) key = max(key, s.keys[of * kLikely + lane]);
+        for (int of = 0; of < kCertifyWarps; ++of) key = max(key, s.keys[of * kPart + lane]);
         u64 transition = static_cast<u64>(kNoToken) << 32;
         if (before != kNoToken && is_above(key, scoring.limit(threshold, __ldg(p.bounds + before))))
             transition = static_cast<u64>(before) << 32 | static_cast<u64>(target(key_id(key)));
-        store_word<Scope::gpu>(transition_word(p, step, batch_row, lane), transition, header_tag(watch.block));
+        store_word<Scope::gpu>(transition_word(p, step, batch_row, part * kPart + lane), transition, header_tag(watch.block));
+    }
+
+    // By a warp: the transitions of a step, to shared memory. False: the walk has failed.
+    __device__ __forceinline__ bool await_transitions(int of) const {
+        Word word[kParts] = {};
+        uint32_t missing = (1u << p.parts) - 1;
+        for (u32 polls = 1; missing != 0; ++polls) {
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) load_word_if(missing >> i & 1, transition_word(p, of, batch_row, i * kPart + lane), word[i]);
+#pragma unroll
+            for (int i = 0; i < kParts; ++i)
+                if (missing >> i & 1 && word[i].tag == header_tag(watch.block)) {
+                    missing &= ~(1u << i);
+                    s.transitions[warp * kLikely + i * kPart + lane] = word[i].key;
+                }
+            if (missing != 0 && polls % POLLS_PER_LOOK == 0 && hopeless(watch, step_site(), header_tag(watch.block), 0)) return false;
+        }
+        return true;
     }
 
     // From the anchor to this step, by each warp: the token before, and the step's own where it has a transition. False: the walk
     // has failed.
     __device__ __forceinline__ bool follow(u64& token, u64& next) const {
-        token = row.previous;
         next = kNoToken;
-        if (step == 0) return true;
         bool alive = await_token(0, true, token);
         for (int first = 1; first <= step; first += kCertifyWarps) {
-            u64 word = 0;
-            if (first + warp <= step)
-                alive &= await_word<Scope::gpu>(watch, transition_word(p, first + warp, batch_row, lane), header_tag(watch.block), step_site(), word);
             if (first > 1) __syncthreads();  // everyone has followed those before
-            s.transitions[warp * kLikely + lane] = word;
+            if (first + warp <= step) alive &= await_transitions(first + warp);
             alive &= __syncthreads_and(alive);
-            for (int at = first; at < min(first + kCertifyWarps, step + 1); ++at) {
-                const u64 transition = s.transitions[(at - first) * kLikely + lane];
-                const uint32_t found = __ballot_sync(kFullWarp, transition >> 32 == token);
-                const u64 to = found ? __shfl_sync(kFullWarp, transition & 0xffffffffu, __ffs(found) - 1) : u64(kNoToken);
+            for (int at = first; at < min(first + kCertifyWarps, step + 1) && alive; ++at) {
+                const u64* transitions = s.transitions + (at - first) * kLikely + lane;
+                uint32_t own = kNoToken;
+#pragma unroll
+                for (int i = 0; i < kParts; ++i) {
+                    const u64 transition = i < p.parts ? transitions[i * kPart] : u64(kNoToken) << 32;
+                    if (transition >> 32 == token) own = static_cast<uint32_t>(transition);
+                }
+                const uint32_t to = __reduce_min_sync(kFullWarp, own);  // one lane has it, or none
                 if (at == step)
                     next = to;
-                else if (found)
+                else if (to != kNoToken)
                     token = to;
                 else if (!(token & kFailed))
                     alive = await_token(at, alive, token);
@@ -377,8 +404,9 @@ struct Chase {
         }
     }
 
-    // The entries from `least` to the first tier's threshold that `best` doesn't exclude. From L2 or HBM: they are few.
-    __device__ __forceinline__ uint64_t score_second(const Parts (&parts)[kThreadWords], int32_t least, int32_t threshold, int32_t best, float bound) const {
+    // The entries from `least` to the first tier's threshold that `best` doesn't exclude. From L2 or HBM: they are few; so are the
+    // steps that come to this, and none of the others keeps its words for it.
+    __device__ __forceinline__ uint64_t score_second(int32_t least, int32_t threshold, int32_t best, float bound) const {
         // Limits rise with scores: those above `cut` are wanted.
         uint32_t cut = least, width = (static_cast<uint32_t>(threshold) - cut) >> kOrderShift;
         while (width > 0) {
@@ -388,12 +416,13 @@ struct Chase {
             else
                 cut = middle, width -= half + 1;
         }
-#pragma unroll
-        for (int i = 0; i < kThreadWords; ++i)
+        for (int i = 0; word_index(i) < num_words(); ++i) {
+            const Parts parts = candidates(i, load_word<Scope::sys>(list() + word_index(i) * TPW_WORD_BYTES));
 #pragma unroll
             for (int j = 0; j < kWordCandidates; ++j)
-                if (parts[i].order(j) > static_cast<int32_t>(cut) && parts[i].order(j) <= threshold)
+                if (parts.order(j) > static_cast<int32_t>(cut) && parts.order(j) <= threshold)
                     s.second[atomicAdd(&s.control->counters[1], 1)] = word_index(i) * kWordCandidates + j;
+        }
         __syncthreads();
         const int count = s.control->counters[1];
         uint64_t found = 0;
@@ -421,45 +450,56 @@ struct Chase {
         return found;
     }
 
-    // True unless the walk has failed.
-    __device__ __forceinline__ bool run() const {
+    // True unless the walk has failed. parity: of the rows' barrier.
+    __device__ __forceinline__ bool run(uint32_t& parity) const {
+        if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
         Parts parts[kThreadWords];
         int32_t largest, left_out;
         if (!gather(parts, largest, left_out)) return false;
         const int32_t threshold = threshold_of(parts, left_out, largest);
         const int rows = load_tier(parts, threshold, largest);
+        if (!scores()) return true;
 
-        // Of the likely tokens first; and where that is no answer, of the one token, in every column.
+        // After the likely tokens first; and where that is no answer, after the one token, in every column.
         u64 token = row.previous;
-        uint32_t before = static_cast<uint32_t>(token);
-        bool alive = step == 0 || warp >= kColumnWarps || await_likely(before);
-        for (bool likely = step > 0;; likely = false) {
+        uint32_t before;
+        float bound;
+        bool alive = true, waits = true;
+        for (int part = step > 0 ? member : p.parts;; part += p.team) {
+            const bool likely = part < p.parts;
+            if (likely) {
+                if (warp < kColumnWarps) alive = await_likely(part, before);
+            } else {
+                if (!follows()) return true;
+                if (step > 0) {
+                    u64 next;
+                    alive = follow(token, next);
+                    if (__syncthreads_or(!alive)) return false;
+                    if (next != kNoToken || token & kFailed) {
+                        finish(next != kNoToken ? next : token, next != kNoToken, rows);
+                        return true;
+                    }
+                }
+                before = static_cast<uint32_t>(token);
+                bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
+            }
             load_columns(before);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            if (waits) {  // even if the walk has failed: the copies must end before the CTA does
+                mbarrier_wait(&s.control->rows_barrier, parity);
+                parity ^= 1;
+                waits = false;
+            }
             if (__syncthreads_or(!alive)) return false;
             score_columns(rows);
             if (!likely) break;
-            u64 next;
-            if (warp == 0) tell_transitions(score_of(threshold, scoring.sampled()), before);
-            alive = follow(token, next);
-            if (__syncthreads_or(!alive)) return false;
-            if (next != kNoToken) {
-                finish(next, true, rows);
-                return true;
-            }
-            if (token & kFailed) {
-                finish(token, false, 0);
-                return true;
-            }
-            before = static_cast<uint32_t>(token);
+            if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before);
         }
 
-        const float bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
-        uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kLikely] : 0);
+        uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0);
         int scored = rows;
         if (threshold > left_out && !is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) {
-            const uint64_t key = warp_max_key(score_second(parts, left_out, threshold, key_value(best), bound));
+            const uint64_t key = warp_max_key(score_second(left_out, threshold, key_value(best), bound));
             if (lane == 0) s.control->best[warp] = key;
             __syncthreads();
             best = max(best, warp_max_key(lane < kCertifyWarps ? s.control->best[lane] : 0));

@@ -13,9 +13,11 @@ constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
 constexpr int kTier = TPW_TIER;  // rows of W2 in shared memory
 constexpr int kRowBytes = TPW_RANK * 2 + 16;  // the pad spreads the rows of a fragment over the banks
 constexpr int kMaxEntries = TPW_MAX_ENTRIES;
-constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions
-constexpr int kLikelyGroups = kLikely / kColumns;
-static_assert(kLikely == kWarpSize, "a lane a token");
+constexpr int kPart = kWarpSize;  // tokens whose transitions are worked out together: a lane, and a column, each
+constexpr int kPartGroups = kPart / kColumns;
+constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions, at most
+constexpr int kParts = kLikely / kPart;
+static_assert(kParts * kPart == kLikely);
 constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;  // of the candidates' words
 static_assert(kThreadWords <= 32, "a bit a word");
 // Warps that load columns of u; of sampled kernels the others draw noise meanwhile.
@@ -31,21 +33,21 @@ constexpr uint32_t kNoToken = 0xffffffffu;
 
 struct ChaseControl {
     uint64_t block, expiry;
+    uint64_t rows_barrier;  // a phase for the rows of each step
     uint64_t best[kCertifyWarps];
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
     uint32_t counts[2][2][kCertifyWarps];  // of threshold_of: by parity of the turn; two, and the third
     int32_t counters[2];  // rows of the first tier, entries of the second
-    uint32_t likely[kLikely];
     int32_t failed;
 };
 
 // Shared memory in this order; the host half is certified.shared_bytes.
 struct ChaseSmem {
     unsigned char* rows;        // [kTier] of W2; before that, Chosen of each warp
-    unsigned char* u;           // [kLikely] columns of B fragments; later one a warp
+    unsigned char* u;           // [kPart] columns of B fragments
     ChaseControl* control;
-    uint64_t* keys;             // [warp][kLikely] the best after each token of a column
+    uint64_t* keys;             // [warp][kPart] the best after each token of a column
     uint64_t* transitions;      // [warp][kLikely] of as many steps
     int32_t* tier_order;        // [kTier]
     uint32_t* tier_place;       // [kTier] unit << 16 | place in it
@@ -57,9 +59,9 @@ struct ChaseSmem {
     __device__ __forceinline__ explicit ChaseSmem(unsigned char* start) {
         rows = start;
         u = rows + kTier * kRowBytes;
-        control = reinterpret_cast<ChaseControl*>(u + kLikely * kColumnBytes);
+        control = reinterpret_cast<ChaseControl*>(u + kPart * kColumnBytes);
         keys = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(control) + TPW_CHASE_CONTROL_BYTES);
-        transitions = keys + kCertifyWarps * kLikely;
+        transitions = keys + kCertifyWarps * kPart;
         tier_order = reinterpret_cast<int32_t*>(transitions + kCertifyWarps * kLikely);
         tier_place = reinterpret_cast<uint32_t*>(tier_order + kTier);
         tier_id = tier_place + kTier;
@@ -71,7 +73,7 @@ struct ChaseSmem {
     __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }
 };
 static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
-static_assert(kLikely % kColumnWarps == 0, "as many columns for each warp");
+static_assert(kPart % kColumnWarps == 0, "as many columns for each warp");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 
 __device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) {

@@ -67,6 +67,7 @@ class World:
     def __init__(self, head: tp_walk.MarkovHead, world: int, rounding: Rounding, sampled: bool, folder: Path) -> None:
         self.shards = shard_bounds(head.vocab_size, world)
         self._rounding, self._folder, self._d2t = rounding, folder, head.d2t
+        self._team = 1
         self._w1, self._w2 = head.w1.contiguous(), head.w2_rows(0, head.vocab_size).contiguous()
         self._bounds = bias_bound(self._w1.float() @ self._w2.float().T)
         widths = [shard.width for shard in self.shards]
@@ -108,6 +109,7 @@ class World:
             given.append(
                 WalkInputs(base, True, anchors, temperatures, noise, num_valid, "none", "all", tokens, None, None)
             )
+        self._team = 3 - self._team  # in turn alone, and with another CTA
         first = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
         run_kernel("certify", self._certify.macros, first, GRID, self._certify.shared_bytes, self._folder)
         second = [self._walk_params(rank, inputs) for rank, inputs in enumerate(given)]
@@ -140,6 +142,7 @@ class World:
         p.steps = mine.lists.data_ptr() + 2 * self._list_words * WORD_BYTES
         p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
         p.units, p.list_words = self._certify.units, self._list_words
+        p.team, p.parts = self._team, self._certify.tier // certified.PART
         return p
 
     def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:

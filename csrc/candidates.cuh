@@ -304,28 +304,51 @@ __device__ __noinline__ uint4 load_ragged(const BaseLogit* base, int width) {
     return *reinterpret_cast<const uint4*>(values);
 }
 
-// By one warp: chooses a unit's candidates and pushes them to every rank.
-__device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const RowState& row, int pair, int batch_row, int step, int unit, int lane,
-                                       Chosen& chosen) {
-    const WalkParams& walk = p.walk;
-    const BaseLogit* base = static_cast<const BaseLogit*>(walk.base_logits) + batch_row * walk.base_stride_row + step * walk.base_stride_step;
-    const Scoring scoring{row.temperature, row.inverse_temperature};
-    // Of the lane's id i, counted through its chunks.
-    const auto column_at = [&](int i) { return ((i / kChunkIds * kWarpSize + lane) * p.units + unit) * kChunkIds + i % kChunkIds; };
-    uint4 pieces[kPieces];
+// A warp's share of a request's step.
+struct Unit {
+    int batch_row, step, unit;
+
+    __device__ __forceinline__ Unit(const CertifyParams& p, int item, int batch) {
+        const u32 pair = u32(item) / u32(p.units);
+        batch_row = pair % u32(batch), step = pair / u32(batch), unit = u32(item) % u32(p.units);
+    }
+
+    __device__ __forceinline__ const BaseLogit* base(const WalkParams& walk) const {
+        return static_cast<const BaseLogit*>(walk.base_logits) + batch_row * walk.base_stride_row + step * walk.base_stride_step;
+    }
+
+    // Of a lane's id i, counted through its chunks.
+    __device__ __forceinline__ int column_at(const CertifyParams& p, int lane, int i) const {
+        return ((i / kChunkIds * kWarpSize + lane) * p.units + unit) * kChunkIds + i % kChunkIds;
+    }
+};
+
+__device__ __forceinline__ void load_pieces(const CertifyParams& p, const Unit& of, int lane, uint4 (&pieces)[kPieces]) {
+    const BaseLogit* base = of.base(p.walk);
+    const int width = p.walk.shard_width;
     bool ragged = reinterpret_cast<uint64_t>(base) % 16 != 0;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) ragged |= static_cast<uint32_t>(walk.shard_width - column_at(i * kPiece) - 1) < kPiece - 1;
+    for (int i = 0; i < kPieces; ++i) ragged |= static_cast<uint32_t>(width - of.column_at(p, lane, i * kPiece) - 1) < kPiece - 1;
     if (!ragged) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
+            const int column = of.column_at(p, lane, i * kPiece);
             pieces[i] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
-            if (column_at(i * kPiece) < walk.shard_width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column_at(i * kPiece)));
+            if (column < width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) pieces[i] = load_ragged(base + column_at(i * kPiece), walk.shard_width - column_at(i * kPiece));
+        for (int i = 0; i < kPieces; ++i) {
+            const int column = of.column_at(p, lane, i * kPiece);
+            pieces[i] = load_ragged(base + column, width - column);
+        }
     }
+}
+
+// By one warp: chooses a unit's candidates, from its base logits, and pushes them to every rank.
+__device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const RowState& row, const Unit& of, int lane, uint4 (&pieces)[kPieces], Chosen& chosen) {
+    const WalkParams& walk = p.walk;
+    const Scoring scoring{row.temperature, row.inverse_temperature};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
         chosen.pieces[i][lane] = pieces[i];
@@ -333,10 +356,10 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
     }
     if (scoring.sampled()) {
         // A loop: its code is run for the first time in each walk, which takes longer than running it again.
-        const NoiseStream noise = noise_stream(row, step);
+        const NoiseStream noise = noise_stream(row, of.step);
 #pragma unroll 1
         for (int i = 0; i < kLaneIds; i += 4) {
-            const int column = column_at(i);
+            const int column = of.column_at(p, lane, i);
             const float4 drawn = noise.approximate((walk.shard_start + column) / 4);
             const float noises[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
             BaseLogit* values = Chosen::of(chosen.pieces, lane, i);
@@ -403,7 +426,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             chosen.place[slot++] = (id / kChunkIds * kWarpSize + lane) * kChunkIds + id % kChunkIds;
         }
     __syncwarp();
-    const u32 at = list_offset(p, block, pair, walk.rank, unit);
+    const u32 at = list_offset(p, block, of.step * walk.batch + of.batch_row, walk.rank, of.unit);
     for (int i = lane; i < kUnitWords; i += kWarpSize) {
         Candidate candidates[kWordCandidates];
 #pragma unroll
@@ -417,7 +440,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             candidates[j].score = ordered(base_to_float(*Chosen::of(chosen.pieces, of_lane, id)));
             // Of greedy kernels the score is the base logit.
             if (kStagesBases) candidates[j].base = base_to_float(*Chosen::of(chosen.bases, of_lane, id));
-            if (kWordCandidates == 1) candidates[j].base = base_to_float(base[column_of(place, unit, p.units)]);
+            if (kWordCandidates == 1) candidates[j].base = base_to_float(of.base(walk)[column_of(place, of.unit, p.units)]);
         }
         const Word word = pack(candidates, block);
 #pragma unroll

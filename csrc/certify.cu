@@ -111,9 +111,17 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     }
 
     const int pairs = batch * walk.gamma;
-    for (int item = cta + ctas * warp; item < pairs * p.units; item += ctas * kCertifyWarps) {
-        const u32 pair = u32(item) / u32(p.units), step = pair / u32(batch), row = pair % u32(batch);
-        choose(p, block, read_row(walk, row, 0), step * walk.batch + row, row, step, u32(item) % u32(p.units), lane, s.chosen(warp));
+    // The base logits of the next unit are on their way while one is chosen from. (One copy of all code: this loads as late as it can.)
+    uint4 pieces[kPieces];
+    for (int item = cta + ctas * (warp - kCertifyWarps); item < pairs * p.units; item += ctas * kCertifyWarps) {
+        uint4 next[kPieces];
+        if (item + ctas * kCertifyWarps < pairs * p.units) load_pieces(p, Unit(p, item + ctas * kCertifyWarps, batch), lane, next);
+        if (item >= 0) {
+            const Unit unit(p, item, batch);
+            choose(p, block, read_row(walk, unit.batch_row, 0), unit, lane, pieces, s.chosen(warp));
+        }
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) pieces[i] = next[i];
     }
     __syncthreads();
     const WalkExchange exchange{walk, s.control->block, s.control->expiry};

@@ -190,6 +190,9 @@ struct Chase {
         }
         __syncthreads();
         const int rows = s.control->counters[0];
+        const bool has_next = tells() && step + 1 < p.walk.gamma, all_likely = p.parts * kPart >= kTier;
+        if (has_next && all_likely)
+            for (int slot = thread; slot < rows; slot += kCertifyThreads) tell_likely(slot, s.tier_place[slot]);
         if (scores()) {
             // A lane a row. Before, others wrote and read in the rows' place.
             fence_before_bulk_copies();
@@ -202,16 +205,15 @@ struct Chase {
                 if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
             }
         }
-        if (warp == 0 && tells() && step + 1 < p.walk.gamma) tell_likely(rows, threshold, largest);
+        if (warp == 0 && has_next) tell_no_more(all_likely ? rows : tell_likely(rows, threshold, largest));
         if (warp >= kColumnWarps && scoring.sampled() && scores())
             for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
                 s.tier_noise[slot] = exact_noise(id_of(s.tier_place[slot] >> 16, s.tier_place[slot] & 0xffff));
         return rows;
     }
 
-    // By one warp: the best of the first tier, as many as have transitions, to the next step's CTAs; what these read for them is
-    // then on its way into L2.
-    __device__ __forceinline__ void tell_likely(int rows, int32_t threshold, int32_t largest) const {
+    // By one warp: the best of the first tier, as many as have transitions, to the next step's CTAs. Returns how many.
+    __device__ __forceinline__ int tell_likely(int rows, int32_t threshold, int32_t largest) const {
         constexpr int kLaneRows = (kTier + kWarpSize - 1) / kWarpSize;
         const int most = p.parts * kPart;
         int32_t orders[kLaneRows];
@@ -237,19 +239,22 @@ struct Chase {
         for (int slot = lane; slot - lane < rows; slot += kWarpSize) {
             const bool is_likely = slot < rows && s.tier_order[slot] > likely;
             const uint32_t those = __ballot_sync(kFullWarp, is_likely);
-            if (is_likely) {
-                const uint32_t place = s.tier_place[slot];
-                const int64_t token = target(id_of(place >> 16, place & 0xffff));
-                tell_likely(count + __popc(those & ((1u << lane) - 1)), static_cast<u64>(token));
-                prefetch_token(token);
-            }
+            if (is_likely) tell_likely(count + __popc(those & ((1u << lane) - 1)), s.tier_place[slot]);
             count += __popc(those);
         }
-        for (int i = count + lane; i < most; i += kWarpSize) tell_likely(i, kNoToken);
+        return count;
     }
 
-    __device__ __forceinline__ void tell_likely(int i, u64 token) const {
-        store_word<Scope::gpu>(likely_word(p, step, batch_row, i), token, header_tag(watch.block));
+    // place: as of tier_place. What is read for a likely token is then on its way into L2.
+    __device__ __forceinline__ void tell_likely(int i, uint32_t place) const {
+        const int64_t token = target(id_of(place >> 16, place & 0xffff));
+        store_word<Scope::gpu>(likely_word(p, step, batch_row, i), static_cast<u64>(token), header_tag(watch.block));
+        prefetch_token(token);
+    }
+
+    __device__ __forceinline__ void tell_no_more(int count) const {
+        for (int i = count + lane; i < p.parts * kPart; i += kWarpSize)
+            store_word<Scope::gpu>(likely_word(p, step, batch_row, i), kNoToken, header_tag(watch.block));
     }
 
     // What a step after `token` reads, into L2.
@@ -261,10 +266,10 @@ struct Chase {
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
 
-    // The tokens of a part that the step before is likely to end with, one a lane. False: the walk has failed.
+    // The tokens of a part that the step before is likely to end with, one a lane, from lane kPart on once more. False: the walk has failed.
     __device__ __forceinline__ bool await_likely(int part, uint32_t& before) const {
         u64 token = kNoToken;
-        const char* word = likely_word(p, step - 1, batch_row, part * kPart + lane);
+        const char* word = likely_word(p, step - 1, batch_row, part * kPart + lane % kPart);
         const bool alive = await_word<Scope::gpu>(watch, word, header_tag(watch.block), step_site(), token);
         before = static_cast<uint32_t>(token);
         return __all_sync(kFullWarp, alive);
@@ -308,8 +313,7 @@ struct Chase {
                 }
             }
         }
-        // The eight lanes that have the same eight columns: each is left with the best of one.
-        static_assert(2 * kPartGroups == kColumns);
+        // The eight lanes that have the same four columns: two of them are left with the best of one.
 #pragma unroll
         for (int left = kPartGroups, distance = kWarpSize / 2; left >= 1; left /= 2, distance /= 2)
 #pragma unroll
@@ -318,55 +322,63 @@ struct Chase {
                 const uint64_t other = __shfl_xor_sync(kFullWarp, upper ? best[i] : best[i + left], distance);
                 best[i] = max(upper ? best[i + left] : best[i], other);
             }
-        const int own = lane >> 2, column = own / 2 * kColumns + 2 * (lane & 3) + own % 2;
+        best[0] = max(best[0], __shfl_xor_sync(kFullWarp, best[0], 4));
+        const int own = lane >> 3, column = own / 2 * kColumns + 2 * (lane & 3) + own % 2;
         s.keys[warp * kPart + column] = best[0];
         __syncthreads();
     }
 
     // By one warp: the transitions of a part's tokens, told to the CTAs of the request.
-    __device__ __forceinline__ void tell_transitions(int part, int32_t threshold, uint32_t before) const {
+    __device__ __forceinline__ void tell_transitions(int part, int32_t threshold, uint32_t before, float bound) const {
+        if (lane >= kPart) return;
         uint64_t key = 0;
 #pragma unroll 4
         for (int of = 0; of < kCertifyWarps; ++of) key = max(key, s.keys[of * kPart + lane]);
         u64 transition = static_cast<u64>(kNoToken) << 32;
-        if (before != kNoToken && is_above(key, scoring.limit(threshold, __ldg(p.bounds + before))))
+        if (before != kNoToken && is_above(key, scoring.limit(threshold, bound)))
             transition = static_cast<u64>(before) << 32 | static_cast<u64>(target(key_id(key)));
         store_word<Scope::gpu>(transition_word(p, step, batch_row, part * kPart + lane), transition, header_tag(watch.block));
     }
 
     // By a warp: the transitions of a step, to shared memory. False: the walk has failed.
     __device__ __forceinline__ bool await_transitions(int of) const {
-        Word word[kParts] = {};
-        uint32_t missing = (1u << p.parts) - 1;
+        Word word[kLaneLikely] = {};
+        uint32_t missing = 0;
+#pragma unroll
+        for (int i = 0; i < kLaneLikely; ++i) {
+            missing |= uint32_t(i * kWarpSize + lane < p.parts * kPart) << i;
+            s.transitions[warp * kLikely + i * kWarpSize + lane] = static_cast<u64>(kNoToken) << 32;
+        }
         for (u32 polls = 1; missing != 0; ++polls) {
 #pragma unroll
-            for (int i = 0; i < kParts; ++i) load_word_if(missing >> i & 1, transition_word(p, of, batch_row, i * kPart + lane), word[i]);
+            for (int i = 0; i < kLaneLikely; ++i) load_word_if(missing >> i & 1, transition_word(p, of, batch_row, i * kWarpSize + lane), word[i]);
 #pragma unroll
-            for (int i = 0; i < kParts; ++i)
+            for (int i = 0; i < kLaneLikely; ++i)
                 if (missing >> i & 1 && word[i].tag == header_tag(watch.block)) {
                     missing &= ~(1u << i);
-                    s.transitions[warp * kLikely + i * kPart + lane] = word[i].key;
+                    s.transitions[warp * kLikely + i * kWarpSize + lane] = word[i].key;
                 }
             if (missing != 0 && polls % POLLS_PER_LOOK == 0 && hopeless(watch, step_site(), header_tag(watch.block), 0)) return false;
         }
         return true;
     }
 
-    // From the anchor to this step, by each warp: the token before, and the step's own where it has a transition. False: the walk
-    // has failed.
+    // From the anchor to this step: the token before, and the step's own where it has a transition. False: the walk has failed.
     __device__ __forceinline__ bool follow(u64& token, u64& next) const {
+        bool alive = true;
         next = kNoToken;
-        bool alive = await_token(0, true, token);
         for (int first = 1; first <= step; first += kCertifyWarps) {
-            if (first > 1) __syncthreads();  // everyone has followed those before
-            if (first + warp <= step) alive &= await_transitions(first + warp);
-            alive &= __syncthreads_and(alive);
+            if (first > 1) __syncthreads();  // those before have been followed
+            if (first + warp <= step) alive = await_transitions(first + warp);
+            alive = __syncthreads_and(alive);
+            if (warp > 0) continue;  // a look-up reads as much as one warp's share of the shared memory's time allows
+            if (first == 1) alive = await_token(0, alive, token);
             for (int at = first; at < min(first + kCertifyWarps, step + 1) && alive; ++at) {
                 const u64* transitions = s.transitions + (at - first) * kLikely + lane;
                 uint32_t own = kNoToken;
 #pragma unroll
-                for (int i = 0; i < kParts; ++i) {
-                    const u64 transition = i < p.parts ? transitions[i * kPart] : u64(kNoToken) << 32;
+                for (int i = 0; i < kLaneLikely; ++i) {
+                    const u64 transition = transitions[i * kWarpSize];
                     if (transition >> 32 == token) own = static_cast<uint32_t>(transition);
                 }
                 const uint32_t to = __reduce_min_sync(kFullWarp, own);  // one lane has it, or none
@@ -378,7 +390,11 @@ struct Chase {
                     alive = await_token(at, alive, token);
             }
         }
-        return alive;
+        if (thread == 0) s.control->token = token, s.control->next = next;
+        if (__syncthreads_or(!alive)) return false;
+        token = s.control->token;
+        next = s.control->next;
+        return true;
     }
 
     // The token of an earlier step that has no transition, from its CTA; by a whole warp.
@@ -464,18 +480,18 @@ struct Chase {
         // After the likely tokens first; and where that is no answer, after the one token, in every column.
         u64 token = row.previous;
         uint32_t before;
-        float bound;
+        float bound = 0.0f;
         bool alive = true, waits = true;
         for (int part = step > 0 ? member : p.parts;; part += p.team) {
             const bool likely = part < p.parts;
             if (likely) {
                 if (warp < kColumnWarps) alive = await_likely(part, before);
+                if (warp == 0 && before != kNoToken) bound = __ldg(p.bounds + before);
             } else {
                 if (!follows()) return true;
                 if (step > 0) {
                     u64 next;
-                    alive = follow(token, next);
-                    if (__syncthreads_or(!alive)) return false;
+                    if (!follow(token, next)) return false;
                     if (next != kNoToken || token & kFailed) {
                         finish(next != kNoToken ? next : token, next != kNoToken, rows);
                         return true;
@@ -493,7 +509,7 @@ struct Chase {
             if (__syncthreads_or(!alive)) return false;
             score_columns(rows);
             if (!likely) break;
-            if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before);
+            if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before, bound);
         }
 
         uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0);

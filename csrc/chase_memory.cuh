@@ -13,11 +13,11 @@ constexpr int kCertifyThreads = kCertifyWarps * kWarpSize;
 constexpr int kTier = TPW_TIER;  // rows of W2 in shared memory
 constexpr int kRowBytes = TPW_RANK * 2 + 16;  // the pad spreads the rows of a fragment over the banks
 constexpr int kMaxEntries = TPW_MAX_ENTRIES;
-constexpr int kPart = kWarpSize;  // tokens whose transitions are worked out together: a lane, and a column, each
+constexpr int kPart = TPW_PART;  // tokens whose transitions are worked out together: a column each
 constexpr int kPartGroups = kPart / kColumns;
 constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions, at most
-constexpr int kParts = kLikely / kPart;
-static_assert(kParts * kPart == kLikely);
+constexpr int kLaneLikely = kLikely / kWarpSize;
+static_assert(kPartGroups == 2 && kPart <= kWarpSize && kLikely % kWarpSize == 0);
 constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;  // of the candidates' words
 static_assert(kThreadWords <= 32, "a bit a word");
 // Warps that load columns of u; of sampled kernels the others draw noise meanwhile.
@@ -33,6 +33,7 @@ constexpr uint32_t kNoToken = 0xffffffffu;
 
 struct ChaseControl {
     uint64_t block, expiry;
+    uint64_t token, next;  // of follow()
     uint64_t rows_barrier;  // a phase for the rows of each step
     uint64_t best[kCertifyWarps];
     int32_t largest[kCertifyWarps];

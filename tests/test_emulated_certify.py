@@ -225,7 +225,7 @@ def sure_at_first(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> Non
     ("spoil", "sampled", "rule", "broken"),
     [
         (ties, False, "key_value(key) > limit; }", "key_value(key) >= limit; }"),
-        (sure_at_first, False, "scoring.limit(threshold, __ldg(p.bounds + before))", "kNothing"),
+        (sure_at_first, False, "scoring.limit(threshold, bound)", "kNothing"),
         (rounded_up, True, "1.0f - 0x1p-8f : 1.0f + 0x1p-8f", "1.0f : 1.0f"),
     ],
     ids=["ties", "transitions that nothing bounds", "no slack"],

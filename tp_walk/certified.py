@@ -32,9 +32,9 @@ LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
 CHASE_CONTROL_BYTES = 576
 # Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and at once.
-LIKELY, PART = 256, 32
+LIKELY, PART = 256, 16
 # Parts of a step, at least.
-PARTS = 4
+PARTS = 2
 STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
@@ -148,6 +148,7 @@ def certify_specialisations(
                 "TPW_CERTIFY_WARPS": WARPS,
                 "TPW_CHASE_CONTROL_BYTES": CHASE_CONTROL_BYTES,
                 "TPW_LIKELY": LIKELY,
+                "TPW_PART": PART,
                 "TPW_STEP_WORDS": STEP_WORDS,
                 "TPW_CERTIFY_PARAMS_BYTES": ctypes.sizeof(CertifyParams),
             }
@@ -174,7 +175,7 @@ def shares(pairs: int, grid: int, tier: int) -> tuple[int, int]:
     """
     most = tier // PART
     team = max(1, min(most, grid // pairs))
-    return team, min(most, team * -(-PARTS // team))
+    return team, min(most, team * (1 if team >= 16 else PARTS))
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:

@@ -140,13 +140,6 @@ struct Parts {
     __device__ __forceinline__ uint32_t place(int i) const { return kWordCandidates == 1 ? of[2] : of[i] & 0xffff; }
 
     __device__ __forceinline__ float base(int i, bool sampled) const;
-
-    // With candidate i in the first one's place.
-    __device__ __forceinline__ Parts shifted(int i) const {
-        const u64 both = static_cast<u64>(of[1]) << 32 | of[0];
-        const uint32_t first = i == 2 ? of[2] : static_cast<uint32_t>(both >> 32 * (i & 1));
-        return {{first, of[1], kWordCandidates == 2 ? of[2] >> 16 * i : of[2]}};
-    }
 };
 
 constexpr uint32_t kOrderMask = kWordCandidates == 1 ? 0 : 0xffff;

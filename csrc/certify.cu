@@ -25,7 +25,7 @@ struct Finish {
         const Exchange watch = exchange.watch();
         const int steps = p.walk.gamma;
         int32_t* first_failed = reinterpret_cast<int32_t*>(s.rows);  // [batch]
-        unsigned long long* hash = reinterpret_cast<unsigned long long*>(s.control->best);
+        unsigned long long* hash = &s.control->hash;
         if (threadIdx.x == 0) *hash = 0;
         for (int row = threadIdx.x; row < batch; row += kCertifyThreads) first_failed[row] = steps;
         bool alive = true;

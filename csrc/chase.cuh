@@ -9,9 +9,9 @@
 //
 // A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The follower of its
 // step then scores the first tier after this token alone, by the same code, in all columns: a CTA runs nearly all its code but
-// once, straight from DRAM, so what counts is how much there is. If the best isn't above the limit of the others, those that still
-// could win are scored as well (the second tier). Who follows the transitions beyond that step waits for its token. All ranks do
-// this on the same candidates, so they need no word from each other.
+// once, straight from DRAM, so what counts is how much there is. As long as the best isn't above the limit of the others, the next
+// best candidates become a tier and are scored as well. Who follows the transitions beyond that step waits for its token. All
+// ranks do this on the same candidates, so they need no word from each other.
 #pragma once
 
 #include "chase_memory.cuh"
@@ -20,11 +20,6 @@
 namespace tpw {
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
-// Where a lane finds its two rows of a tile.
-struct TileRows {
-    const unsigned char* of[2];
-};
 
 // Whether a key's score is above a limit.
 __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
@@ -76,6 +71,7 @@ struct Chase {
     // The words of all ranks, which each thread keeps in its registers. False when the walk has failed. `left_out`: of the largest
     // that any unit left out.
     __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest, int32_t& left_out) const {
+        if (thread == 0) s.control->rows = 0;
         const char* first = list() + thread * TPW_WORD_BYTES;
         Word word[kThreadWords] = {};
         uint32_t missing = 0;
@@ -103,7 +99,6 @@ struct Chase {
 #pragma unroll
             for (int j = 0; j < kWordCandidates; ++j) best = max(best, parts[i].order(j));
         }
-        if (thread == 0) s.control->counters[0] = s.control->counters[1] = 0;
         best = __reduce_max_sync(kFullWarp, best);
         most = __reduce_max_sync(kFullWarp, most);
         if (lane == 0) s.control->largest[warp] = best, s.control->left_out[warp] = most;
@@ -122,11 +117,13 @@ struct Chase {
         return above;
     }
 
-    // An order, not below `least`, that no more than kTier entries exceed; and no fewer than three quarters as many, unless fewer
-    // exceed `least` or too many are equal. Three are tried a turn, with one barrier.
-    __device__ __forceinline__ int32_t threshold_of(const Parts (&parts)[kThreadWords], int32_t least, int32_t largest) const {
-        uint32_t low = least, width = (static_cast<uint32_t>(largest) - low) >> kOrderShift;
-        if (largest <= least) return least;
+    // An order from `least` to `upper`, `taken` entries above which are scored, for the next tier: no more than kTier others exceed
+    // it; and no fewer than three quarters as many, unless fewer exceed `least` or too many are equal. Three are tried a turn, with
+    // one barrier.
+    __device__ __forceinline__ int32_t threshold_of(const Parts (&parts)[kThreadWords], int32_t least, int32_t upper, uint32_t taken) const {
+        uint32_t low = least, width = (static_cast<uint32_t>(upper) - low) >> kOrderShift;
+        if (upper <= least) return least;
+        const uint32_t most = taken + kTier;
         // Most entries are near the least.
         uint32_t tried[3] = {0, width / 16, width / 4};
         for (int turn = 0;; ++turn) {
@@ -140,16 +137,16 @@ struct Chase {
             const uint32_t sum = __reduce_add_sync(kFullWarp, lane < kCertifyWarps ? told[0][lane] : 0u);
             counts[0] = sum & 0xffff, counts[1] = sum >> 16;
             counts[2] = __reduce_add_sync(kFullWarp, lane < kCertifyWarps ? told[1][lane] : 0u);
-            if (turn == 0 && counts[0] <= kTier) return least;
-            uint32_t from = 0, to = width, held = 0;
+            if (turn == 0 && counts[0] <= most) return least;
+            uint32_t from = 0, to = width, held = taken;
 #pragma unroll
             for (int i = 2; i >= 0; --i)
-                if (counts[i] <= kTier) to = tried[i], held = counts[i];
+                if (counts[i] <= most) to = tried[i], held = counts[i];
 #pragma unroll
             for (int i = 0; i < 3; ++i)
-                if (counts[i] > kTier) from = tried[i];
+                if (counts[i] > most) from = tried[i];
             low += from << kOrderShift, width = to - from;
-            if (width <= 1 || held * 4 >= kTier * 3) return low + (width << kOrderShift);
+            if (width <= 1 || (held - taken) * 4 >= kTier * 3) return low + (width << kOrderShift);
             tried[0] = width / 4, tried[1] = width / 2, tried[2] = width / 2 + width / 4;
         }
     }
@@ -163,10 +160,10 @@ struct Chase {
         return p.shard_starts[source] + column_of(place, of_source, p.units);
     }
 
-    // The entries above `threshold` become the first tier, with all that scoring them takes; its rows of W2 are then on their way.
-    // The best of them are told to the next step. Returns how many rows.
-    __device__ __forceinline__ int load_tier(const Parts (&parts)[kThreadWords], int32_t threshold, int32_t largest) const {
-        const int own = count_above(parts, threshold);
+    // The entries above `threshold` and not above `upper` become a tier, with all that scoring them takes; its rows of W2 are then on
+    // their way. The best of the first tier are told to the next step. Returns how many rows.
+    __device__ __forceinline__ int load_tier(const Parts (&parts)[kThreadWords], int32_t threshold, int32_t upper, bool is_first) const {
+        const int own = count_above(parts, threshold) - count_above(parts, upper);
         int slot = own;
 #pragma unroll
         for (int distance = 1; distance < kWarpSize; distance *= 2) {
@@ -174,14 +171,14 @@ struct Chase {
             if (lane >= distance) slot += before;
         }
         int first = 0;
-        if (lane == kWarpSize - 1) first = atomicAdd(&s.control->counters[0], slot);
+        if (lane == kWarpSize - 1) first = atomicAdd(&s.control->rows, slot);
         slot += __shfl_sync(kFullWarp, first, kWarpSize - 1) - own;
 #pragma unroll
         for (int i = 0; i < kThreadWords; ++i) {
             const uint32_t unit = word_index(i) / kUnitWords;
 #pragma unroll
             for (int j = 0; j < kWordCandidates; ++j)
-                if (parts[i].order(j) > threshold) {
+                if (parts[i].order(j) > threshold && parts[i].order(j) <= upper) {
                     s.tier_order[slot] = parts[i].order(j);
                     s.tier_place[slot] = unit << 16 | parts[i].place(j);
                     if (kWordCandidates < 3) s.tier_base[slot] = parts[i].base(j, true);
@@ -189,8 +186,8 @@ struct Chase {
                 }
         }
         __syncthreads();
-        const int rows = s.control->counters[0];
-        const bool has_next = tells() && step + 1 < p.walk.gamma, all_likely = p.parts * kPart >= kTier;
+        const int rows = s.control->rows;
+        const bool has_next = is_first && tells() && step + 1 < p.walk.gamma, all_likely = p.parts * kPart >= kTier;
         if (has_next && all_likely)
             for (int slot = thread; slot < rows; slot += kCertifyThreads) tell_likely(slot, s.tier_place[slot]);
         if (scores()) {
@@ -205,7 +202,7 @@ struct Chase {
                 if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
             }
         }
-        if (warp == 0 && has_next) tell_no_more(all_likely ? rows : tell_likely(rows, threshold, largest));
+        if (warp == 0 && has_next) tell_no_more(all_likely ? rows : tell_likely(rows, threshold, upper));
         if (warp >= kColumnWarps && scoring.sampled() && scores())
             for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
                 s.tier_noise[slot] = exact_noise(id_of(s.tier_place[slot] >> 16, s.tier_place[slot] & 0xffff));
@@ -294,11 +291,21 @@ struct Chase {
         uint64_t best[2 * kPartGroups] = {};  // of the lane's columns
         if (warp * kTileRows < rows) {
             const int first = warp * kTileRows + lane / 4;
-            TileRows tile;
+            const unsigned char* a_rows[2];  // where the lane finds its rows g and g + 8 of the tile
 #pragma unroll
-            for (int half = 0; half < 2; ++half) tile.of[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
+            for (int half = 0; half < 2; ++half) a_rows[half] = s.rows + min(first + 8 * half, rows - 1) * kRowBytes + (lane & 3) * 4;
+            const unsigned char* b = s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8;
             Dot::Accumulator acc[kPartGroups][4] = {};
-            multiply_tile<kPartGroups>(s.u + (lane >> 2) * kColumnBytes + (lane & 3) * 8, tile, acc);
+#pragma unroll 4  // code that is run once costs more than a loop
+            for (int k = 0; k < kSteps; ++k) {
+                Fragment a;
+                a.x = *reinterpret_cast<const uint32_t*>(a_rows[0] + k * 32);
+                a.y = *reinterpret_cast<const uint32_t*>(a_rows[1] + k * 32);
+                a.z = *reinterpret_cast<const uint32_t*>(a_rows[0] + k * 32 + 16);
+                a.w = *reinterpret_cast<const uint32_t*>(a_rows[1] + k * 32 + 16);
+#pragma unroll
+                for (int group = 0; group < kPartGroups; ++group) Dot::mma(acc[group], a, *reinterpret_cast<const uint2*>(b + group * kUBytes + k * 32));
+            }
 #pragma unroll 1  // its code is run for the first time: once more is cheaper than as much again
             for (int half = 0; half < 2; ++half) {
                 const int slot = min(first + 8 * half, rows - 1);  // the last one again changes nothing
@@ -404,125 +411,65 @@ struct Chase {
         return __all_sync(kFullWarp, alive);
     }
 
-    // Of 16 rows with columns of B, by one warp. `rows[half]`: where this lane finds its rows g and g + 8 of the tile. b: where it
-    // finds its column of the first group.
-    template <int kGroups>
-    __device__ __forceinline__ void multiply_tile(const unsigned char* b, const TileRows& rows, Dot::Accumulator (&acc)[kGroups][4]) const {
-#pragma unroll 4  // code that is run once costs more than a loop
-        for (int k = 0; k < kSteps; ++k) {
-            Fragment a;
-            a.x = *reinterpret_cast<const uint32_t*>(rows.of[0] + k * 32);
-            a.y = *reinterpret_cast<const uint32_t*>(rows.of[1] + k * 32);
-            a.z = *reinterpret_cast<const uint32_t*>(rows.of[0] + k * 32 + 16);
-            a.w = *reinterpret_cast<const uint32_t*>(rows.of[1] + k * 32 + 16);
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) Dot::mma(acc[group], a, *reinterpret_cast<const uint2*>(b + group * kUBytes + k * 32));
-        }
-    }
-
-    // The entries from `least` to the first tier's threshold that `best` doesn't exclude. From L2 or HBM: they are few; so are the
-    // steps that come to this, and none of the others keeps its words for it.
-    __device__ __forceinline__ uint64_t score_second(int32_t least, int32_t threshold, int32_t best, float bound) const {
-        // Limits rise with scores: those above `cut` are wanted.
-        uint32_t cut = least, width = (static_cast<uint32_t>(threshold) - cut) >> kOrderShift;
-        while (width > 0) {
-            const uint32_t half = width / 2, middle = cut + ((half + 1) << kOrderShift);
-            if (scoring.limit(score_of(middle, scoring.sampled()), bound) >= best)
-                width = half;
-            else
-                cut = middle, width -= half + 1;
-        }
-        for (int i = 0; word_index(i) < num_words(); ++i) {
-            const Parts parts = candidates(i, load_word<Scope::sys>(list() + word_index(i) * TPW_WORD_BYTES));
-#pragma unroll
-            for (int j = 0; j < kWordCandidates; ++j)
-                if (parts.order(j) > static_cast<int32_t>(cut) && parts.order(j) <= threshold)
-                    s.second[atomicAdd(&s.control->counters[1], 1)] = word_index(i) * kWordCandidates + j;
-        }
-        __syncthreads();
-        const int count = s.control->counters[1];
-        uint64_t found = 0;
-        for (int tile = warp; tile * kTileRows < count; tile += kCertifyWarps) {
-            const int first = tile * kTileRows + lane / 4;
-            TileRows sources;
-            uint32_t ids[2];
-            float bases[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const uint32_t entry = s.second[min(first + 8 * half, count - 1)], word = entry / kWordCandidates;
-                const Parts sent = Parts::from(load_word<Scope::sys>(list() + word * TPW_WORD_BYTES)).shifted(entry % kWordCandidates);
-                bases[half] = sent.base(0, scoring.sampled());
-                ids[half] = id_of(word / kUnitWords, sent.place(0));
-                sources.of[half] = reinterpret_cast<const unsigned char*>(p.w2 + static_cast<int64_t>(ids[half]) * TPW_RANK) + (lane & 3) * 4;
-            }
-            Dot::Accumulator acc[1][4] = {};
-            multiply_tile<1>(s.u + (lane & 3) * 8, sources, acc);
-            const int half = lane & 3;  // the lanes whose number in the row's four is 0 or 1 have a row each
-            if (half < 2 && first + 8 * half < count) {
-                const uint32_t id = half == 0 ? ids[0] : ids[1];
-                found = max(found, make_key(scoring.score(half == 0 ? bases[0] : bases[1], half == 0 ? acc[0][0] : acc[0][2], exact_noise(id)), id));
-            }
-        }
-        return found;
-    }
-
     // True unless the walk has failed. parity: of the rows' barrier.
     __device__ __forceinline__ bool run(uint32_t& parity) const {
         if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
-        Parts parts[kThreadWords];
-        int32_t largest, left_out;
-        if (!gather(parts, largest, left_out)) return false;
-        const int32_t threshold = threshold_of(parts, left_out, largest);
-        const int rows = load_tier(parts, threshold, largest);
-        if (!scores()) return true;
-
         // After the likely tokens first; and where that is no answer, after the one token, in every column.
         u64 token = row.previous;
         uint32_t before;
         float bound = 0.0f;
-        bool alive = true, waits = true;
-        for (int part = step > 0 ? member : p.parts;; part += p.team) {
-            const bool likely = part < p.parts;
-            if (likely) {
-                if (warp < kColumnWarps) alive = await_likely(part, before);
-                if (warp == 0 && before != kNoToken) bound = __ldg(p.bounds + before);
-            } else {
-                if (!follows()) return true;
-                if (step > 0) {
-                    u64 next;
-                    if (!follow(token, next)) return false;
-                    if (next != kNoToken || token & kFailed) {
-                        finish(next != kNoToken ? next : token, next != kNoToken, rows);
-                        return true;
+        int part = step > 0 ? member : p.parts, taken = 0;
+        bool known = step == 0;
+        uint64_t best = 0;
+        int32_t threshold;
+        while (true) {  // a tier
+            Parts parts[kThreadWords];  // gathered anew for the few that are no first tier: most have use for the registers
+            int32_t upper, left_out;
+            if (!gather(parts, upper, left_out)) return false;
+            if (taken > 0) upper = threshold;
+            threshold = threshold_of(parts, left_out, upper, taken);
+            if (taken > 0 && threshold == upper) break;  // too many are equal
+            const int rows = load_tier(parts, threshold, upper, taken == 0);
+            if (!scores()) return true;
+            bool alive = true, waits = true;
+            while (true) {  // a part of the likely tokens, or the one token
+                const bool likely = part < p.parts;
+                if (likely) {
+                    if (warp < kColumnWarps) alive = await_likely(part, before);
+                    if (warp == 0 && before != kNoToken) bound = __ldg(p.bounds + before);
+                } else {
+                    if (!known) {
+                        if (!follows()) return true;
+                        u64 next;
+                        if (!follow(token, next)) return false;
+                        if (next != kNoToken || token & kFailed) {
+                            finish(next != kNoToken ? next : token, next != kNoToken, rows);
+                            return true;
+                        }
                     }
+                    known = true;
+                    before = static_cast<uint32_t>(token);
+                    bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
                 }
-                before = static_cast<uint32_t>(token);
-                bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
+                load_columns(before);
+                if (waits) {  // even if the walk has failed: the copies must end before the CTA does
+                    mbarrier_wait(&s.control->rows_barrier, parity);
+                    parity ^= 1;
+                    waits = false;
+                }
+                if (__syncthreads_or(!alive)) return false;
+                score_columns(rows);
+                if (!likely) break;
+                if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before, bound);
+                part += p.team;
             }
-            load_columns(before);
-            if (waits) {  // even if the walk has failed: the copies must end before the CTA does
-                mbarrier_wait(&s.control->rows_barrier, parity);
-                parity ^= 1;
-                waits = false;
-            }
-            if (__syncthreads_or(!alive)) return false;
-            score_columns(rows);
-            if (!likely) break;
-            if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before, bound);
+            taken += rows;
+            best = max(best, warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0));
+            if (threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) break;
         }
-
-        uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0);
-        int scored = rows;
-        if (threshold > left_out && !is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) {
-            const uint64_t key = warp_max_key(score_second(left_out, threshold, key_value(best), bound));
-            if (lane == 0) s.control->best[warp] = key;
-            __syncthreads();
-            best = max(best, warp_max_key(lane < kCertifyWarps ? s.control->best[lane] : 0));
-            scored += s.control->counters[1];
-        }
-        const bool certified = is_above(best, scoring.limit(score_of(left_out, scoring.sampled()), bound));
-        finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), certified, scored);
+        const bool certified = is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
+        finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), certified, taken);
         return true;
     }
 

@@ -35,11 +35,11 @@ struct ChaseControl {
     uint64_t block, expiry;
     uint64_t token, next;  // of follow()
     uint64_t rows_barrier;  // a phase for the rows of each step
-    uint64_t best[kCertifyWarps];
+    unsigned long long hash;  // of the last tokens
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
     uint32_t counts[2][2][kCertifyWarps];  // of threshold_of: by parity of the turn; two, and the third
-    int32_t counters[2];  // rows of the first tier, entries of the second
+    int32_t rows;  // of the tier
     int32_t failed;
 };
 
@@ -55,7 +55,6 @@ struct ChaseSmem {
     uint32_t* tier_id;          // [kTier]
     float* tier_base;           // [kTier]
     float* tier_noise;          // [kTier]
-    uint16_t* second;           // [kMaxEntries] entries of the second tier
 
     __device__ __forceinline__ explicit ChaseSmem(unsigned char* start) {
         rows = start;
@@ -68,7 +67,6 @@ struct ChaseSmem {
         tier_id = tier_place + kTier;
         tier_base = reinterpret_cast<float*>(tier_id + kTier);
         tier_noise = tier_base + kTier;
-        second = reinterpret_cast<uint16_t*>(tier_noise + kTier);
     }
 
     __device__ __forceinline__ Chosen& chosen(int warp) const { return reinterpret_cast<Chosen*>(rows)[warp]; }

@@ -130,11 +130,11 @@ def certify_specialisations(
         smallest = limit
         units = -(-max(widths) // (chunks * WARP_SIZE * CHUNK_IDS)) or 1
         entries = world_size * units * LIST
-        tier = next((tier for tier in TIERS if shared_bytes(tier, markov_rank, entries) <= shared_limit), None)
+        tier = next((tier for tier in TIERS if shared_bytes(tier, markov_rank) <= shared_limit), None)
         if tier is None:
             raise PlanUnavailableError(
-                f"plan certified keeps {entries} candidates of a step in shared memory, beside {TIERS[-1]} rows of W2 "
-                f"of rank {markov_rank}: {shared_bytes(TIERS[-1], markov_rank, entries)} bytes, of {shared_limit}"
+                f"plan certified keeps {TIERS[-1]} rows of W2 in shared memory, and more: at rank {markov_rank} "
+                f"{shared_bytes(TIERS[-1], markov_rank)} bytes, of {shared_limit}"
             )
         for (base_fp32, sampled), one in kinds.items():
             in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
@@ -152,17 +152,17 @@ def certify_specialisations(
                 "TPW_STEP_WORDS": STEP_WORDS,
                 "TPW_CERTIFY_PARAMS_BYTES": ctypes.sizeof(CertifyParams),
             }
-            size = shared_bytes(tier, markov_rank, entries)
+            size = shared_bytes(tier, markov_rank)
             found.append(
                 CertifySpecialisation(limit, base_fp32, sampled, units, unit_words, tier, num_sms, size, macros)
             )
     return found
 
 
-def shared_bytes(tier: int, markov_rank: int, entries: int) -> int:
+def shared_bytes(tier: int, markov_rank: int) -> int:
     """Of a CTA: `ChaseSmem` of csrc/chase_memory.cuh."""
     rows = tier * (markov_rank * 2 + 16) + PART * (markov_rank * 2 + 32)
-    return rows + CHASE_CONTROL_BYTES + WARPS * (PART + LIKELY) * 8 + tier * 20 + entries * 2
+    return rows + CHASE_CONTROL_BYTES + WARPS * (PART + LIKELY) * 8 + tier * 20
 
 
 def shares(pairs: int, grid: int, tier: int) -> tuple[int, int]:

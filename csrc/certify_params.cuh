@@ -24,7 +24,6 @@ struct CertifyParams {
     int32_t units;            // warps' shares that a request's step has on each rank
     int32_t list_words;       // of one block parity
     int32_t team;             // CTAs that share a request's step
-    int32_t parts;            // of kPart likely tokens each, that a step has transitions of; one for each of the team at least
     int32_t shard_starts[kMaxWorld];
 };
 

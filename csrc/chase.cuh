@@ -21,6 +21,10 @@ namespace tpw {
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+__device__ __forceinline__ void copy_16(void* target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
+}
+
 // Whether a key's score is above a limit.
 __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
 
@@ -187,21 +191,26 @@ struct Chase {
         }
         __syncthreads();
         const int rows = s.control->rows;
-        const bool has_next = is_first && tells() && step + 1 < p.walk.gamma, all_likely = p.parts * kPart >= kTier;
+        const bool has_next = is_first && tells() && step + 1 < p.walk.gamma, all_likely = p.team * kPart >= kTier;
         if (has_next && all_likely)
             for (int slot = thread; slot < rows; slot += kCertifyThreads) tell_likely(slot, s.tier_place[slot]);
-        if (scores()) {
-            // A lane a row. Before, others wrote and read in the rows' place.
-            fence_before_bulk_copies();
-            if (thread == 0) mbarrier_expect(&s.control->rows_barrier, rows * TPW_RANK * 2);
-            const int row_slot = warp * kWarpRows + lane;
-            if (lane < kWarpRows && row_slot < rows) {
-                const uint32_t place = s.tier_place[row_slot], id = id_of(place >> 16, place & 0xffff);
-                bulk_load(s.rows + row_slot * kRowBytes, p.w2 + static_cast<int64_t>(id) * TPW_RANK, TPW_RANK * 2, &s.control->rows_barrier);
-                s.tier_id[row_slot] = id;
-                if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
-            }
+        const int row_slot = warp + lane * kCertifyWarps;
+        uint32_t id = 0;
+        if (lane < kWarpRows && row_slot < rows) {
+            const uint32_t place = s.tier_place[row_slot];
+            s.tier_id[row_slot] = id = id_of(place >> 16, place & 0xffff);
+            if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
         }
+        // (One bulk copy a row is slower: a warp starts those of its lanes one after the other.)
+        const unsigned char* rows_of_w2 = reinterpret_cast<const unsigned char*>(p.w2);
+#pragma unroll 4
+        for (int i = 0; i < kWarpRows; ++i) {
+            const int to = warp + i * kCertifyWarps;
+            const unsigned char* source = rows_of_w2 + static_cast<int64_t>(__shfl_sync(kFullWarp, id, i)) * (TPW_RANK * 2);
+            if (to < rows && scores())
+                for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + to * kRowBytes + at, source + at);
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
         if (warp == 0 && has_next) tell_no_more(all_likely ? rows : tell_likely(rows, threshold, upper));
         if (warp >= kColumnWarps && scoring.sampled() && scores())
             for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
@@ -212,7 +221,7 @@ struct Chase {
     // By one warp: the best of the first tier, as many as have transitions, to the next step's CTAs. Returns how many.
     __device__ __forceinline__ int tell_likely(int rows, int32_t threshold, int32_t largest) const {
         constexpr int kLaneRows = (kTier + kWarpSize - 1) / kWarpSize;
-        const int most = p.parts * kPart;
+        const int most = p.team * kPart;
         int32_t orders[kLaneRows];
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) orders[i] = lane + i * kWarpSize < rows ? s.tier_order[lane + i * kWarpSize] : kNothing;
@@ -250,7 +259,7 @@ struct Chase {
     }
 
     __device__ __forceinline__ void tell_no_more(int count) const {
-        for (int i = count + lane; i < p.parts * kPart; i += kWarpSize)
+        for (int i = count + lane; i < p.team * kPart; i += kWarpSize)
             store_word<Scope::gpu>(likely_word(p, step, batch_row, i), kNoToken, header_tag(watch.block));
     }
 
@@ -263,10 +272,10 @@ struct Chase {
 
     __device__ __forceinline__ Site step_site() const { return {TPW_WAIT_SLOT, 0, u32(step), u32(batch_row)}; }
 
-    // The tokens of a part that the step before is likely to end with, one a lane, from lane kPart on once more. False: the walk has failed.
-    __device__ __forceinline__ bool await_likely(int part, uint32_t& before) const {
+    // The tokens of this CTA's part that the step before is likely to end with, one a lane, from lane kPart on once more. False: the walk has failed.
+    __device__ __forceinline__ bool await_likely(uint32_t& before) const {
         u64 token = kNoToken;
-        const char* word = likely_word(p, step - 1, batch_row, part * kPart + lane % kPart);
+        const char* word = likely_word(p, step - 1, batch_row, member * kPart + lane % kPart);
         const bool alive = await_word<Scope::gpu>(watch, word, header_tag(watch.block), step_site(), token);
         before = static_cast<uint32_t>(token);
         return __all_sync(kFullWarp, alive);
@@ -335,8 +344,8 @@ struct Chase {
         __syncthreads();
     }
 
-    // By one warp: the transitions of a part's tokens, told to the CTAs of the request.
-    __device__ __forceinline__ void tell_transitions(int part, int32_t threshold, uint32_t before, float bound) const {
+    // By one warp: the transitions of this CTA's part, told to the CTAs of the request.
+    __device__ __forceinline__ void tell_transitions(int32_t threshold, uint32_t before, float bound) const {
         if (lane >= kPart) return;
         uint64_t key = 0;
 #pragma unroll 4
@@ -344,7 +353,7 @@ struct Chase {
         u64 transition = static_cast<u64>(kNoToken) << 32;
         if (before != kNoToken && is_above(key, scoring.limit(threshold, bound)))
             transition = static_cast<u64>(before) << 32 | static_cast<u64>(target(key_id(key)));
-        store_word<Scope::gpu>(transition_word(p, step, batch_row, part * kPart + lane), transition, header_tag(watch.block));
+        store_word<Scope::gpu>(transition_word(p, step, batch_row, member * kPart + lane), transition, header_tag(watch.block));
     }
 
     // By a warp: the transitions of a step, to shared memory. False: the walk has failed.
@@ -353,7 +362,7 @@ struct Chase {
         uint32_t missing = 0;
 #pragma unroll
         for (int i = 0; i < kLaneLikely; ++i) {
-            missing |= uint32_t(i * kWarpSize + lane < p.parts * kPart) << i;
+            missing |= uint32_t(i * kWarpSize + lane < p.team * kPart) << i;
             s.transitions[warp * kLikely + i * kWarpSize + lane] = static_cast<u64>(kNoToken) << 32;
         }
         for (u32 polls = 1; missing != 0; ++polls) {
@@ -382,11 +391,12 @@ struct Chase {
             if (first == 1) alive = await_token(0, alive, token);
             for (int at = first; at < min(first + kCertifyWarps, step + 1) && alive; ++at) {
                 const u64* transitions = s.transitions + (at - first) * kLikely + lane;
+                const uint32_t before = token & kFailed ? kNobody : static_cast<uint32_t>(token);
                 uint32_t own = kNoToken;
 #pragma unroll
                 for (int i = 0; i < kLaneLikely; ++i) {
                     const u64 transition = transitions[i * kWarpSize];
-                    if (transition >> 32 == token) own = static_cast<uint32_t>(transition);
+                    if (static_cast<uint32_t>(transition >> 32) == before) own = static_cast<uint32_t>(transition);
                 }
                 const uint32_t to = __reduce_min_sync(kFullWarp, own);  // one lane has it, or none
                 if (at == step)
@@ -411,20 +421,20 @@ struct Chase {
         return __all_sync(kFullWarp, alive);
     }
 
-    // True unless the walk has failed. parity: of the rows' barrier.
-    __device__ __forceinline__ bool run(uint32_t& parity) const {
+    // True unless the walk has failed.
+    __device__ __forceinline__ bool run() const {
         if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
         // After the likely tokens first; and where that is no answer, after the one token, in every column.
+        bool known = step == 0;
         u64 token = row.previous;
         uint32_t before;
         float bound = 0.0f;
-        int part = step > 0 ? member : p.parts, taken = 0;
-        bool known = step == 0;
         uint64_t best = 0;
         int32_t threshold;
+        int taken = 0;  // candidates that have been scored
         while (true) {  // a tier
-            Parts parts[kThreadWords];  // gathered anew for the few that are no first tier: most have use for the registers
+            Parts parts[kThreadWords];  // gathered anew for a later tier, as there are few: most have use for the registers
             int32_t upper, left_out;
             if (!gather(parts, upper, left_out)) return false;
             if (taken > 0) upper = threshold;
@@ -432,37 +442,29 @@ struct Chase {
             if (taken > 0 && threshold == upper) break;  // too many are equal
             const int rows = load_tier(parts, threshold, upper, taken == 0);
             if (!scores()) return true;
-            bool alive = true, waits = true;
-            while (true) {  // a part of the likely tokens, or the one token
-                const bool likely = part < p.parts;
-                if (likely) {
-                    if (warp < kColumnWarps) alive = await_likely(part, before);
+            while (true) {
+                bool alive = true;
+                if (!known) {
+                    if (warp < kColumnWarps) alive = await_likely(before);
                     if (warp == 0 && before != kNoToken) bound = __ldg(p.bounds + before);
                 } else {
-                    if (!known) {
-                        if (!follows()) return true;
-                        u64 next;
-                        if (!follow(token, next)) return false;
-                        if (next != kNoToken || token & kFailed) {
-                            finish(next != kNoToken ? next : token, next != kNoToken, rows);
-                            return true;
-                        }
-                    }
-                    known = true;
                     before = static_cast<uint32_t>(token);
                     bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
                 }
                 load_columns(before);
-                if (waits) {  // even if the walk has failed: the copies must end before the CTA does
-                    mbarrier_wait(&s.control->rows_barrier, parity);
-                    parity ^= 1;
-                    waits = false;
-                }
+                asm volatile("cp.async.wait_all;" ::: "memory");
                 if (__syncthreads_or(!alive)) return false;
                 score_columns(rows);
-                if (!likely) break;
-                if (warp == 0) tell_transitions(part, score_of(threshold, scoring.sampled()), before, bound);
-                part += p.team;
+                if (known) break;
+                if (warp == 0) tell_transitions(score_of(threshold, scoring.sampled()), before, bound);
+                if (!follows()) return true;
+                u64 next;
+                if (!follow(token, next)) return false;
+                if (next != kNoToken || token & kFailed) {
+                    finish(next != kNoToken ? next : token, next != kNoToken, rows);
+                    return true;
+                }
+                known = true;
             }
             taken += rows;
             best = max(best, warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0));

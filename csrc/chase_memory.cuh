@@ -29,12 +29,11 @@ static_assert(kWarpRows == kTileRows || kWarpRows * kCertifyWarps == kTier && kW
 constexpr u64 kFailed = 1ull << 63;
 
 // A likely token's key: the token, or this one. A transition's: {token before, token}; {kNoToken, 0} is none.
-constexpr uint32_t kNoToken = 0xffffffffu;
+constexpr uint32_t kNoToken = 0xffffffffu, kNobody = 0xfffffffeu;
 
 struct ChaseControl {
     uint64_t block, expiry;
     uint64_t token, next;  // of follow()
-    uint64_t rows_barrier;  // a phase for the rows of each step
     unsigned long long hash;  // of the last tokens
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];

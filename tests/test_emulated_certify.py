@@ -142,7 +142,7 @@ class World:
         p.steps = mine.lists.data_ptr() + 2 * self._list_words * WORD_BYTES
         p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
         p.units, p.list_words = self._certify.units, self._list_words
-        p.team, p.parts = self._team, self._certify.tier // certified.PART
+        p.team = self._team
         return p
 
     def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:

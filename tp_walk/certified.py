@@ -31,10 +31,8 @@ WARPS = 16
 LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
 CHASE_CONTROL_BYTES = 576
-# Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and at once.
+# Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and by one CTA.
 LIKELY, PART = 256, 16
-# Parts of a step, at least.
-PARTS = 2
 STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
@@ -65,7 +63,6 @@ class CertifyParams(ctypes.Structure):
         ("units", _I32),
         ("list_words", _I32),
         ("team", _I32),
-        ("parts", _I32),
         ("shard_starts", _I32 * MAX_WORLD_SIZE),
     ]
 
@@ -165,17 +162,16 @@ def shared_bytes(tier: int, markov_rank: int) -> int:
     return rows + CHASE_CONTROL_BYTES + WARPS * (PART + LIKELY) * 8 + tier * 20
 
 
-def shares(pairs: int, grid: int, tier: int) -> tuple[int, int]:
-    """CTAs that share a step, and parts of PART likely tokens each that it has transitions of.
+def team_of(pairs: int, grid: int, tier: int) -> int:
+    """CTAs that share a request's step, each with PART of its likely tokens.
 
-    A token without a transition costs 6 µs, one part more of a CTA's one. On held-out text 1.0 tokens of a greedy block
-    of 7 steps aren't among the best 32 by base logits, 0.4 not among 64, 0.15 not among 128, 0.01 not among 256.
+    A token without a transition costs 4 µs. On held-out text 1.0 tokens of a greedy block of 7 steps aren't among the
+    best 32 by base logits, 0.4 not among 64, 0.15 not among 128, 0.01 not among 256. More than one part a CTA costs as
+    much as it brings.
 
-    pairs: steps of all requests. grid: CTAs.
+    pairs: steps of all requests. grid: CTAs. tier: rows at hand, of which the likely tokens are the first.
     """
-    most = tier // PART
-    team = max(1, min(most, grid // pairs))
-    return team, min(most, team * (1 if team >= 16 else PARTS))
+    return max(1, min(tier // PART, grid // pairs))
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:
@@ -334,7 +330,7 @@ class CertifiedExecutor:
         launches = self._launches[base.dtype == torch.float32, sampled]
         chosen, launch = next(pair for pair in launches if pair[0].max_batch >= base.shape[0])
         p.units = chosen.units
-        p.team, p.parts = shares(base.shape[0] * base.shape[1], chosen.grid, chosen.tier)
+        p.team = team_of(base.shape[0] * base.shape[1], chosen.grid, chosen.tier)
         describe_walk(p.walk, inputs, self.name, self._context.rounding)
         point_at_base(p.walk, base, inputs.base_is_full)
         stream = torch.cuda.current_stream(self._context.device)

@@ -188,8 +188,9 @@ _PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, {slot});
             for (int j = 0; j < 4; ++j) acc[i][group][j] = product(seed, (i * kColumnGroups + group) * 4 + j);
 """
 
-# Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested.
-_BEST_ROW = """    if (cta.warp == 0 && (cta.lane >> 2) == 0) {
+# Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested. The whole warp adds
+# rows, as `add` has a __syncwarp(), and the first lane of a request wins.
+_BEST_ROW = """    if (cta.warp == 0) {
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
@@ -197,7 +198,7 @@ _BEST_ROW = """    if (cta.warp == 0 && (cta.lane >> 2) == 0) {
                 const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
                 const uint32_t at = pass.step * 64 + pass.first_row + request;
                 const int row = __umulhi(at * 0x9e3779b1u, cta.rows) & ~1;
-                const float value = p.rank * 256 + cta.index;
+                const float value = p.rank * 256 + cta.index - (cta.lane >> 2) * 2000;
 #if TPW_SAMPLED || TPW_ROUNDING == 2
                 const float values[2] = {value, value - 1000.0f};
                 mine.best[group][which].add(values, row, cta);

@@ -6,15 +6,19 @@
 tp_bf16 on all GPUs of this machine (1, 2, 4 or 8 of them) and int8 on each of them alone, on builds of the kernel that
 lack a part (`kernel_variants.LEFT_OUT`), on the whole one, and on that launched without the cooperative attribute.
 Those of a size share one runtime, so that W2 and mailboxes lie at the same addresses, and take turns. All kernels are
-compiled first, by all cores.
+compiled first, by all cores. Each step is told with the seconds that have passed, and rows are written as they come, so
+that a run that is cut leaves what it has and says how far it came.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +47,10 @@ RESULT = Path(__file__).parent / "results" / "steps.json"
 MARKOV_RANK = 256
 PLANS = ("tp_bf16", "int8")
 NOISE_KEY, SEED = 0x5EED, 7
-DEADLINE = Deadline(startup_s=20.0, steady_s=2.0)  # a build that hangs costs so much of the budget, no more
+# startup_s is for set-up: walks have steady_s from the first on, so that a build whose waits expire costs a second.
+DEADLINE = Deadline(startup_s=20.0, steady_s=1.0)
+# Waits within a CTA have no deadline: what has not ended by now never does.
+HANG_S = 5.0
 
 WHOLE, PLAIN = "production", "not cooperative"
 BUILDS = (WHOLE, *LEFT_OUT)
@@ -90,7 +97,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. budget_s: no size is begun after so many seconds. out: written on rank 0 after each."""
+    """What to measure. budget_s: no size is begun after so many seconds from `began`, a time.time(), on. out: written
+    on rank 0 after each.
+    """
 
     vocab_size: int
     batches: tuple[int, ...]
@@ -98,13 +107,21 @@ class Options:
     iterations: int
     budget_s: float
     out: Path
+    began: float
+
+    def elapsed_s(self) -> float:
+        return time.time() - self.began
+
+    def say(self, text: str) -> None:
+        click.echo(f"{self.elapsed_s():6.1f} s  {text}")
 
     def gammas_of(self, batch: int) -> tuple[int, ...]:
         """All of them at the smallest batch; else the first, as every step is like the others."""
         return self.gammas if batch == self.batches[0] else self.gammas[:1]
 
     def sizes(self, plan: str, batch: int) -> list[Size]:
-        return [Size(plan, batch, gamma, sampled) for sampled in (False, True) for gamma in self.gammas_of(batch)]
+        """The most important ones first: both modes of a γ, then the next γ."""
+        return [Size(plan, batch, gamma, sampled) for gamma in self.gammas_of(batch) for sampled in (False, True)]
 
 
 def timed_specialisations(**arguments: Any) -> list[Specialisation]:
@@ -153,17 +170,45 @@ class PlainLaunch(Launch):
         self._config.numAttrs = 0
 
 
+@contextmanager
+def ended_if_hung(what: str, limit_s: float) -> Iterator[None]:
+    """Ends this process, and so the measurement, where what is done meanwhile takes longer: a kernel that hangs has no
+    other end.
+    """
+
+    def end() -> None:
+        click.echo(f"{what} hangs: given up after {limit_s:g} s", err=True)
+        os._exit(1)
+
+    watch = threading.Timer(limit_s, end)
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 class Builds:
     """One plan's walks of one batch on every build. Construction and `captured` are collectives over `group`.
 
-    ranks: who walks together. group: all ranks, as they are timed together.
+    ranks: who walks together. group: all ranks, as they are timed together. say: is told what is begun.
 
     Raises:
         WalkError: the runtime couldn't be made; alike on every rank.
     """
 
-    def __init__(self, head: MarkovHead, plan: str, batch: int, max_gamma: int, ranks: Ranks, group: WalkGroup) -> None:
-        self._plan, self._batch, self._device, self._group = plan, batch, ranks.device, group
+    def __init__(
+        self,
+        head: MarkovHead,
+        plan: str,
+        batch: int,
+        max_gamma: int,
+        ranks: Ranks,
+        group: WalkGroup,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan, self._batch, self._device, self._group, self._say = plan, batch, ranks.device, group, say
         with mock.patch.object(executors, "specialisations", timed_specialisations):
             self.runtime = group.stage(
                 f"set-up of {plan}",
@@ -179,6 +224,7 @@ class Builds:
             )
         executor = self.runtime._executors[plan]
         assert isinstance(executor, KernelExecutor)
+        executor.params.startup_deadline_ns = executor.params.steady_deadline_ns
         self._production = executor._launches
         found = specialisations_of(plan, head.vocab_size, batch, self.runtime.world_size, current_gpu())
         self._specialisations = {one.sampled: one for one in found}
@@ -201,32 +247,37 @@ class Builds:
         base = self._base[:, :gamma].contiguous()
         out = WalkOutput(torch.full((self._batch, gamma), -1, dtype=torch.int64, device=self._device))
         temperatures = torch.ones(self._batch, device=self._device) if sampled else None
-        noise = Noise(NOISE_KEY, torch.zeros(1, dtype=torch.int64, device=self._device)) if sampled else None
+        offset = torch.zeros(1, dtype=torch.int64, device=self._device)
+        noise = Noise(NOISE_KEY, offset) if sampled else None
 
         def walk() -> None:
             self.runtime.walk(base, self._anchors, temperatures, noise, self._plan, out=out)
 
-        def capture(launch: Launch) -> CapturedWork:
+        def capture(name: str, launch: Launch) -> CapturedWork:
             key = one.base_fp32, one.sampled, one.logits
             instead: list[tuple[Launch, Specialisation]] = [(launch, one)]
-            with mock.patch.dict(self._production, {key: instead}):
-                walk()
-                ready = CapturedWork(walk)
-            ready()
-            torch.cuda.synchronize(self._device)
+            with ended_if_hung(f"build {name!r}", HANG_S):
+                with mock.patch.dict(self._production, {key: instead}):
+                    walk()
+                    ready = CapturedWork(walk)
+                ready()
+                torch.cuda.synchronize(self._device)
             self.runtime.check()
             return ready
 
         ready: dict[str, CapturedWork] = {}
         refused: dict[str, str] = {}
         for name, launch in launches.items():
+            self._say(f"first walk of {self._plan}, batch {self._batch}, γ {gamma}{', T = 1' * sampled}: {name!r}")
             try:
-                ready[name] = self._group.stage(f"first walk of build {name!r}", partial(capture, launch))
+                ready[name] = self._group.stage(f"first walk of build {name!r}", partial(capture, name, launch))
             except WalkError as error:
                 if name == WHOLE:
                     raise  # it is no fault of the builds', and there is nothing to compare them with
                 refused[name] = str(error)
+                self._say(f"{name!r} isn't timed: {error}")
                 self.runtime.reset()
+                offset.zero_()  # ranks must agree on it, and some may have come to the walk's end
         return ready, refused
 
     def _launches(self, sampled: bool) -> Iterator[tuple[str, Launch]]:
@@ -297,33 +348,40 @@ def run(options: Options) -> ResultTable:
     )
     rows: list[dict[str, Any]] = []
     table = table_of(rows, options.vocab_size)
-    started = time.monotonic()
 
     def is_late() -> bool:
-        return bool(group.all_gather_object(time.monotonic() - started > options.budget_s)[0])
+        return bool(group.all_gather_object(options.elapsed_s() > options.budget_s)[0])
+
+    def say(text: str) -> None:
+        if group.rank == 0:
+            options.say(text)
 
     with BlockTimer(group, ranks.device) as timer:
         empty = timer.empty_graph(THREADS)
+        say(f"{group.world_size} ranks are ready")
         for batch, plan in itertools.product(options.batches, PLANS):
             if is_late():
                 return table
             walkers = ranks if plan == "tp_bf16" else ranks.alone()
-            of_plan = Builds(MarkovHead(w1, w2), plan, batch, max(options.gammas_of(batch)), walkers, group)
+            of_plan = Builds(MarkovHead(w1, w2), plan, batch, max(options.gammas_of(batch)), walkers, group, say)
             with of_plan.runtime as runtime:
+                say(f"runtime of {plan}, batch {batch}, is made")
                 for size in options.sizes(plan, batch):
                     if is_late():
                         return table
-                    walks, refused = of_plan.captured(size.gamma, size.sampled)
-                    if group.rank == 0:
-                        for name, why in refused.items():
-                            click.echo(f"{size}: {name!r} isn't timed: {why}")
-                    timings = timer.measure(walks | {EMPTY: empty}, options.iterations)
-                    group.stage(f"check of {size}", runtime.check)
+                    try:
+                        walks, refused = of_plan.captured(size.gamma, size.sampled)
+                        say(f"{len(walks)} builds are timed")
+                        timings = timer.measure(walks | {EMPTY: empty}, options.iterations)
+                        group.stage(f"check of {size}", runtime.check)
+                    except WalkError as error:
+                        say(f"{size} isn't timed: {error}")
+                        runtime.reset()
+                        continue
                     rows.append(row_of(size, timings, group.world_size) | {"refused": refused})
                     if group.rank == 0:
                         table.write(options.out)
-                        times = ", ".join(f"{name} {one.median_us:.1f}" for name, one in timings.items())
-                        click.echo(f"{size}: {times}")
+                    say(f"{size}: " + ", ".join(f"{name} {one.median_us:.1f}" for name, one in timings.items()))
     return table
 
 
@@ -348,15 +406,14 @@ def main(
 ) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("this times GPUs, and torch finds no CUDA device here")
-    started = time.monotonic()
+    began = time.time()
     world_size = nproc or min(8, 1 << (torch.cuda.device_count().bit_length() - 1))
-    options = Options(vocab_size, batches, gamma, iterations, budget_seconds, out)
+    options = Options(vocab_size, batches, gamma, iterations, budget_seconds, out, began)
     target = current_gpu()
     wanted = jobs(options, world_size, target)
+    options.say(f"{len(wanted)} kernels are compiled")
     compile_together(wanted, target.arch)
-    spent = time.monotonic() - started
-    click.echo(f"{len(wanted)} kernels compiled in {spent:.0f} s")
-    options = replace(options, budget_s=budget_seconds - spent)
+    options.say("all are; ranks start")
     try:
         click.echo(run_ranks(world_size, run, options)[0].to_markdown())
     except WalkError as error:

@@ -13,9 +13,9 @@ import torch
 from emulated import HAS_COMPILER, run_kernel
 from emulated_ranks import Captured, EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_runtimes
 from emulated_ranks import Ranks as EmulatedRanks
-from kernel_variants import EXCHANGE, LEFT_OUT, STEPS
+from kernel_variants import EXCHANGE, LEFT_OUT, ROWS, STEPS
 
-from tp_walk import MarkovHead, executors, jit, kernels
+from tp_walk import Deadline, MarkovHead, executors, jit, kernels
 from tp_walk.errors import KernelError
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.noise import Noise
@@ -30,12 +30,21 @@ T = TypeVar("T")
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 
 WORLD, GRID, GAMMA = 2, 3, 3
-VOCAB_SIZE = WORLD * GRID * 20 * 16  # of 20 tiles a CTA has 4 in shared memory
+# Of 20 tiles a CTA has 4 in shared memory; the last one of each rank has 18, and so branches that others don't take.
+VOCAB_SIZE = WORLD * (GRID * 20 - 2) * 16
 DEADLINE_NS = 60 * 10**9
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "sampled"), [*((name, 1, True) for name in LEFT_OUT), (EXCHANGE, 6, True), (STEPS, 6, False)]
+    ("name", "batch", "sampled"),
+    [
+        *((name, 1, True) for name in LEFT_OUT),
+        (ROWS, 1, False),
+        (EXCHANGE, 6, True),
+        (STEPS, 6, False),
+        (ROWS, 20, True),
+        (EXCHANGE, 20, False),
+    ],
 )
 def test_a_build_without_a_part_ends(
     name: str, batch: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +130,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, Callable[[steps.Builds], T]], T]:
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def builds_of(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, said: list[str]
+) -> Callable[[str, Callable[[steps.Builds], T]], T]:
     """`builds_of(plan, action)`: what `action` makes of steps.Builds on one emulated GPU. All builds are the production
     one here, as each is walked above: this is about the host's part.
     """
@@ -134,13 +150,15 @@ def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, C
     monkeypatch.setattr(kernel_variants, "use", lambda name: None)
     monkeypatch.setattr(steps, "current_gpu", lambda: Target(HOPPER.arch, gpu.num_sms, gpu.shared_limit))
     monkeypatch.setattr(steps, "CapturedWork", Captured)
+    monkeypatch.setattr(steps, "DEADLINE", Deadline(60.0, 60.0))
+    monkeypatch.setattr(steps, "HANG_S", 600.0)
 
     def run(plan: str, action: Callable[[steps.Builds], T]) -> T:
         def on_rank(rank: int) -> T:
             ranks = Ranks(HostDevice("cpu"))  # type: ignore[arg-type]
             torch.manual_seed(1)
             head = MarkovHead(*(torch.randn(VOCAB_SIZE, 256).mul_(0.3).bfloat16() for _ in range(2)))
-            return action(steps.Builds(head, plan, 2, GAMMA, ranks, ThreadGroup()))
+            return action(steps.Builds(head, plan, 2, GAMMA, ranks, ThreadGroup(), said.append))
 
         (result,) = EmulatedRanks(1, gpu, folder / "production").each(on_rank)
         return result
@@ -150,23 +168,38 @@ def builds_of(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[str, C
 
 @pytest.mark.parametrize(("plan", "sampled"), [("tp_bf16", True), ("int8", False)])
 def test_every_build_is_walked_in_place_of_the_whole_one(
-    plan: str, sampled: bool, builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any]
+    plan: str, sampled: bool, builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], said: list[str]
 ) -> None:
     ready, refused = builds_of(plan, lambda builds: builds.captured(GAMMA, sampled))
     expected = [*steps.builds(sampled), steps.PLAIN]
     assert not refused
     assert list(ready) == expected
+    assert [line.rpartition(": ")[2] for line in said] == [repr(name) for name in expected]
     # Once by itself, once captured.
     assert NamedLaunch.launched == [f"the walk ({name})" for name in expected for _ in range(2)]
 
 
 def test_a_build_that_fails_is_told_and_the_others_are_walked(
-    builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], monkeypatch: pytest.MonkeyPatch
+    builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NamedLaunch, "fails", EXCHANGE)
     ready, refused = builds_of("int8", lambda builds: builds.captured(GAMMA, False))
     assert refused == {EXCHANGE: "injected"}
     assert list(ready) == [name for name in (*steps.builds(False), steps.PLAIN) if name != EXCHANGE]
+    assert f"{EXCHANGE!r} isn't timed: injected" in said
+
+
+def test_a_build_has_the_steady_deadline_from_its_first_walk_on(
+    builds_of: Callable[[str, Callable[[steps.Builds], Any]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "DEADLINE", Deadline(20.0, 1.0))
+
+    def deadlines(builds: steps.Builds) -> tuple[int, int]:
+        executor = builds.runtime._executors["int8"]
+        assert isinstance(executor, executors.KernelExecutor)
+        return executor.params.startup_deadline_ns, executor.params.steady_deadline_ns
+
+    assert builds_of("int8", deadlines) == (10**9, 10**9)
 
 
 def test_nothing_is_walked_after_the_whole_build_fails(

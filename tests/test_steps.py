@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import time
 from pathlib import Path
 
 import kernel_variants
@@ -17,7 +19,7 @@ from tp_walk.kernels import Specialisation
 from tp_walk.precompile import HOPPER
 from tp_walk.timing import Timing
 
-OPTIONS = steps.Options(151_936, (1, 8, 64), (7, 16), 200, 60.0, Path("steps.json"))
+OPTIONS = steps.Options(151_936, (1, 8, 64), (7, 16), 200, 60.0, Path("steps.json"), 0.0)
 
 
 def specialisation(plan: str, batch: int, sampled: bool) -> Specialisation:
@@ -81,10 +83,24 @@ def test_every_timed_kernel_is_compiled_ahead_and_no_other() -> None:
         assert not dict(job.macros)["TPW_LOGITS"]
 
 
-def test_the_first_batch_has_all_gammas() -> None:
+def test_the_first_batch_has_all_gammas_and_the_first_gamma_comes_first() -> None:
     sizes = [size for batch in OPTIONS.batches for plan in steps.PLANS for size in OPTIONS.sizes(plan, batch)]
     assert len(sizes) == len(set(sizes)) == 2 * 2 * (2 + 1 + 1)
     assert {size.batch for size in sizes if size.gamma == 16} == {1}
+    assert [(size.gamma, size.sampled) for size in sizes[:4]] == [(7, False), (7, True), (16, False), (16, True)]
+
+
+@pytest.mark.parametrize(("takes_s", "codes"), [(0.0, []), (0.3, [1])])
+def test_a_process_whose_kernel_hangs_ends_and_says_where(
+    takes_s: float, codes: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with steps.ended_if_hung("build x", 0.1):
+        time.sleep(takes_s)
+    time.sleep(0.2)
+    assert ended == codes
+    assert capsys.readouterr().err == "build x hangs: given up after 0.1 s\n" * len(codes)
 
 
 def test_a_row_says_what_each_part_takes() -> None:

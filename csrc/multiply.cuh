@@ -55,11 +55,13 @@ struct BaseRows {
     }
 #endif
 
-    __device__ __forceinline__ float get(int i) const {
+    // Of rows `i` and `i` + 1, `i` being even.
+    __device__ __forceinline__ uint32_t add_to(float (&bias)[2], int i) const {
 #if TPW_BASE_FP32
-        return value[i];
+        const float both[2] = {value[i], value[i + 1]};
+        return add_base<kRounding>(both, bias);
 #else
-        return i % 2 ? __uint_as_float(word[i / 2] & 0xffff0000u) : __uint_as_float(word[i / 2] << 16);
+        return add_packed_base<kRounding>(word[i / 2], bias);
 #endif
     }
 };
@@ -93,10 +95,10 @@ struct LaneRequests {
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
-                float bias[2], bases[2] = {base_rows[which].get(i), base_rows[which].get(i + 1)};
+                float bias[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale, scale[i + half]);
-                [[maybe_unused]] const uint32_t packed = add_base<kRounding>(bases, bias);
+                [[maybe_unused]] const uint32_t packed = base_rows[which].add_to(bias, i);
 #if TPW_ROUNDING != 2 && !TPW_BASE_FP32
                 logits.word[i / 2] = packed;
 #endif

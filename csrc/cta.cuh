@@ -390,8 +390,8 @@ struct PassNoise {
     }
 
     template <int kCount>
-    __device__ __forceinline__ void draw(const NoiseStream (&streams)[kCount], const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) const {
-        draw_side_by_side(streams, alike, shared, ids_over_4, noise);
+    __device__ __forceinline__ void draw(const NoiseStream (&streams)[kCount], const uint32_t (&ids_over_4)[kCount], float4 (&logarithms)[kCount]) const {
+        draw_side_by_side(streams, alike, shared, ids_over_4, logarithms);
     }
 };
 

@@ -66,6 +66,12 @@ struct BaseRows {
     }
 };
 
+// Sampled, with two groups of columns, pairs of tiles take turns, and so do the groups of a pair: see multiply(). What a warp goes
+// through in a pass then is 16 KB of code instead of 35.
+constexpr bool kTilesTakeTurns = kColumnGroups > 1 && kRegTiles % 2 == 0 && kSampled && !TPW_INT8;
+constexpr bool kGroupsTakeTurns = kTilesTakeTurns;
+static_assert(kColumnGroups <= 2, "of two groups, each is the other one's next");
+
 // What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each.
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
@@ -80,9 +86,10 @@ struct LaneRequests {
                 base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
     }
 
-    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
+    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
+    // known of the group lies.
     template <int kTiles>
-    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
+    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group, int at,
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
         float values[Dot::kLaneRequests][kRows], scale[kRows];
@@ -103,16 +110,16 @@ struct LaneRequests {
                 logits.word[i / 2] = packed;
 #endif
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                best[group][which].add_pair(packed, row + i, cta);
+                best[at][which].add_pair(packed, row + i, cta);
 #endif
                 values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[which][i];
+                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + row + i) = values[which][i];
 #else
-                logits.store(base[group][which] + row, p.base_aligned);
+                logits.store(base[at][which] + row, p.base_aligned);
 #endif
             }
         }
@@ -125,14 +132,19 @@ struct LaneRequests {
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
                 const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) values[which][i] = inverse >= 0.0f ? __fmaf_rn(values[which][i], inverse, noise[which][i]) : values[which][i];
+                for (int i = 0; i < kRows; ++i) {
+                    const float score = kNoiseAhead ? __fmaf_rn(values[which][i], inverse, noise[which][i])
+                                                    : score_of_logarithm(values[which][i], inverse, noise[which][i]);
+                    values[which][i] = inverse >= 0.0f ? score : values[which][i];
+                }
             }
         }
 #pragma unroll
-        for (int which = 0; which < Dot::kLaneRequests; ++which) best[group][which].add(values[which], row, cta);
+        for (int which = 0; which < Dot::kLaneRequests; ++which) best[at][which].add(values[which], row, cta);
 #endif
     }
 
+    // If it isn't drawn ahead, as gumbel_logarithms.
     template <int kTiles>
     __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
                                              float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
@@ -195,37 +207,71 @@ struct LaneRequests {
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
-                                              const Dot::Accumulator (*acc)[kColumnGroups][4]) {
+                                              Dot::Accumulator (*acc)[kColumnGroups][4]) {
+        if constexpr (kGroupsTakeTurns) {
+#pragma unroll 1
+            for (int group = 0; group < kColumnGroups; ++group) {
+                add_group<kTiles>(p, s, cta, pass, slots, group, 0, acc);
+                next_group<kTiles>(acc);
+            }
+        } else {
+#pragma unroll
+            for (int group = 0; group < kColumnGroups; ++group) add_group<kTiles>(p, s, cta, pass, slots, group, group, acc);
+        }
+    }
+
+  private:
+    template <typename T>
+    __device__ static __forceinline__ void exchange(T& x, T& y) {
+        const T kept = x;
+        x = y;
+        y = kept;
+    }
+
+    // Of two: what is known of the other one takes the first place. Registers have no index.
+    template <int kTiles>
+    __device__ __forceinline__ void next_group(Dot::Accumulator (*acc)[kColumnGroups][4]) {
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            exchange(base[0][which], base[kColumnGroups - 1][which]);
+            exchange(best[0][which], best[kColumnGroups - 1][which]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[tile][0][i] = acc[tile][kColumnGroups - 1][i];
+    }
+
+    template <int kTiles>
+    __device__ __forceinline__ void add_group(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles], int group,
+                                              int at, const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
         int rows[kPairs + 1];
 #pragma unroll
         for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(cta, slots[2 * i]);
+        // All base logits are loaded first: the tiles' chains of latencies overlap.
+        BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
+        BaseRows<2> alone[Dot::kLaneRequests];
+        const auto load = [&](bool together) {
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group) {
-            // All base logits are loaded first: the tiles' chains of latencies overlap.
-            BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
-            BaseRows<2> alone[Dot::kLaneRequests];
-            const auto load = [&](bool together) {
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
 #pragma unroll
-                for (int which = 0; which < Dot::kLaneRequests; ++which) {
-#pragma unroll
-                    for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[group][which] + rows[i], together);
-                    if constexpr (kTiles % 2) alone[which].load(base[group][which] + rows[kPairs], together);
-                }
-            };
-            if (p.base_aligned)
-                load(true);
-            else
-                load(false);
-#pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                const Dot::Accumulator* const both[2] = {acc[2 * i][group], acc[2 * i + 1][group]};
-                add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, both, pairs[i]);
+                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[at][which] + rows[i], together);
+                if constexpr (kTiles % 2) alone[which].load(base[at][which] + rows[kPairs], together);
             }
-            if constexpr (kTiles % 2) {
-                const Dot::Accumulator* const one[1] = {acc[kTiles - 1][group]};
-                add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, one, alone);
-            }
+        };
+        if (p.base_aligned)
+            load(true);
+        else
+            load(false);
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const Dot::Accumulator* const both[2] = {acc[2 * i][at], acc[2 * i + 1][at]};
+            add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, at, both, pairs[i]);
+        }
+        if constexpr (kTiles % 2) {
+            const Dot::Accumulator* const one[1] = {acc[kTiles - 1][at]};
+            add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, at, one, alone);
         }
     }
 };
@@ -396,7 +442,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     };
     // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
     // 113 instead of 111, whose copies are small.
-    if constexpr (kTakesLast && kSampled && !TPW_INT8) {
+    if constexpr (kTilesTakeTurns) {
         multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
     } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass

@@ -158,8 +158,9 @@ __device__ __forceinline__ float effective_temperature(float temperature) {
     return temperature > 0.0f ? fmaxf(temperature, 1e-5f) : 0.0f;
 }
 
-// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, and a few
-// roundings of a sum below |score| + 24, the reciprocal's included.
-__device__ __forceinline__ float score_error(float score) { return kGumbelError + 1e-6f * (fabsf(score) + 24.0f); }
+// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, and roundings.
+// value / T is at most |score| + 24 and is rounded three times (quotient, reciprocal, product), the score twice: in all five times
+// 2^-24, 3e-7. What is added to that is for the arithmetic with this error itself, a rounding of the score.
+__device__ __forceinline__ float score_error(float score) { return kGumbelError + 4e-7f * (fabsf(score) + 24.0f); }
 
 }  // namespace tpw

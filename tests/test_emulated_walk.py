@@ -217,6 +217,9 @@ CASES = {
     "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
     "two-groups-equals": Case(tp(2, 3), 701, 11, rounding="once", equals=True),
     "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
+    # Sampled, pairs of tiles and groups take turns, and each of half of the warps has a tile without a partner.
+    "turns": Case(tp(2, 1, base="aligned"), 1140, 19),
+    "turns-equals": Case(tp(2, 1), 1140, 11, equals=True),
     # fp32 logits: keys are exact.
     "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
     "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, gamma=16, rounding="none", equals=True),
@@ -224,6 +227,7 @@ CASES = {
     # Tokens alone.
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
+    "greedy-four-passes": Case(tp(2, 2, logits="none", lse=False), 1003, 64, sampled=False),
     "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
     # More CTAs than a warp has lanes.
     "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),

@@ -371,11 +371,13 @@ struct PassNoise {
 
     __device__ __forceinline__ PassNoise(const Smem& s, const Cta& cta, const Pass& pass) {
         if constexpr (kSampled) {
-            shared = noise_stream(s.rows[pass.first_row], pass.step);
-            // In uniform registers.
-            shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
-            shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
-            shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+            if constexpr (!kNoiseAhead) {
+                shared = noise_stream(s.rows[pass.first_row], pass.step);
+                // In uniform registers.
+                shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
+                shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
+                shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+            }
 #pragma unroll
             for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
@@ -385,7 +387,7 @@ struct PassNoise {
                     alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
                 }
             draws = __any_sync(kFullWarp, draws);
-            alike = __all_sync(kFullWarp, alike);
+            if constexpr (!kNoiseAhead) alike = __all_sync(kFullWarp, alike);
         }
     }
 

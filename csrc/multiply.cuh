@@ -76,6 +76,7 @@ static_assert(kColumnGroups <= 2, "of two groups, each is the other one's next")
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
+    const unsigned char* u[kColumnGroups];  // where the B fragments lie
     PassNoise pass_noise;
 
     __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
@@ -84,6 +85,10 @@ struct LaneRequests {
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which)
                 base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group)
+            u[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane,
+                                   (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
@@ -410,13 +415,12 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
     mine.add_tiles<1>(p, s, cta, pass, slots, acc);
 }
 
-// All tiles of this warp; leaves its lanes' best rows in shared memory.
-__device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps]) {
-    LaneRequests mine(p, s, cta, pass);
+// All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new.
+__device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                         LaneRequests& mine) {
     const unsigned char* b[kColumnGroups];
 #pragma unroll
-    for (int group = 0; group < kColumnGroups; ++group)
-        b[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane, (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
+    for (int group = 0; group < kColumnGroups; ++group) b[group] = mine.u[group];
 
     constexpr int kMaxSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
     const int shared_slots = kSmemTiles % kMultiplyWarps == 0 ? kMaxSlots : kMaxSlots - (cta.warp >= kSmemTiles % kMultiplyWarps);

@@ -78,6 +78,7 @@ struct LaneRequests {
     Best best[kColumnGroups][Dot::kLaneRequests];
     const unsigned char* u[kColumnGroups];  // where the B fragments lie
     PassNoise pass_noise;
+    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // where noise is drawn ahead, else too many registers
 
     __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
@@ -89,13 +90,18 @@ struct LaneRequests {
         for (int group = 0; group < kColumnGroups; ++group)
             u[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane,
                                    (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
+        if constexpr (kNoiseAhead)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                inverse_temperature[0][which] = lane_row_state(s, cta, pass, 0, which).inverse_temperature;
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
     // known of the group lies.
     template <int kTiles>
     __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group, int at,
-                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
+                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests],
+                                        const float4 (&drawn)[Dot::kLaneRequests]) {
         constexpr int kRows = 2 * kTiles;
         float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
@@ -132,10 +138,10 @@ struct LaneRequests {
         // After all that needs the accumulators: draws take many registers.
         if (kSampled && pass_noise.draws) {
             float noise[Dot::kLaneRequests][kRows];
-            noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
+            noise_of<kTiles>(p, s, cta, pass, group, row, slot, drawn, noise);
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
+                const float inverse = kNoiseAhead ? inverse_temperature[at][which] : lane_row_state(s, cta, pass, group, which).inverse_temperature;
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
                     const float score = kNoiseAhead ? __fmaf_rn(values[which][i], inverse, noise[which][i])
@@ -152,7 +158,7 @@ struct LaneRequests {
     // If it isn't drawn ahead, as gumbel_logarithms.
     template <int kTiles>
     __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
-                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+                                             const float4 (&ahead)[Dot::kLaneRequests], float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
         const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
         if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
             noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
@@ -162,7 +168,7 @@ struct LaneRequests {
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = ahead[which];
             upper = slot & 1;
         } else {
             NoiseStream streams[Dot::kLaneRequests];
@@ -257,6 +263,12 @@ struct LaneRequests {
         // All base logits are loaded first: the tiles' chains of latencies overlap.
         BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
         BaseRows<2> alone[Dot::kLaneRequests];
+        float4 noise[kPairs + 1][Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
+        if constexpr (kNoiseAhead)
+#pragma unroll
+            for (int i = 0; i < kPairs + kTiles % 2; ++i)
+#pragma unroll
+                for (int which = 0; which < Dot::kLaneRequests; ++which) noise[i][which] = *lane_noise(s, cta, cta.lane, slots[2 * i] / 2, which);
         const auto load = [&](bool together) {
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
@@ -272,11 +284,11 @@ struct LaneRequests {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             const Dot::Accumulator* const both[2] = {acc[2 * i][at], acc[2 * i + 1][at]};
-            add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, at, both, pairs[i]);
+            add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, at, both, pairs[i], noise[i]);
         }
         if constexpr (kTiles % 2) {
             const Dot::Accumulator* const one[1] = {acc[kTiles - 1][at]};
-            add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, at, one, alone);
+            add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, at, one, alone, noise[kPairs]);
         }
     }
 };

@@ -4,10 +4,10 @@
 // agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
 // ahead of or behind the dot products, which so never wait for the exchange. Noise is drawn by the multiply warps.
 //
-// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those
-// that a warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
-// pass multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one), TPW_ROUNDING,
-// TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
+// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
+// warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass
+// multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request),
+// TPW_ROUNDING, TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
 #include "async_copy.cuh"
@@ -159,8 +159,8 @@ __device__ __forceinline__ int reduce_over_lanes(Best (&best)[kCount], int lane)
 
 // Of a request. Where they are few, a warp's lanes need not reduce theirs, 230 cycles before all else.
 constexpr bool kLanesReduce = kRequests > 4;
-constexpr int kBestEntries = kMultiplyWarps * (kLanesReduce ? 1 : 8);
-__device__ constexpr int entry_warp(int entry) { return kLanesReduce ? entry : entry / 8; }
+constexpr int kWarpEntries = kLanesReduce ? 1 : kQuadsShare ? kWarpSize : 8;
+__device__ constexpr int entry_warp(int entry) { return entry / kWarpEntries; }
 
 #else
 
@@ -189,11 +189,13 @@ struct Best {
     __device__ __forceinline__ uint32_t row() const { return 0xffff - (packed & 0xffff); }
 };
 
-constexpr int kBestEntries = kMultiplyWarps * 8;  // of a request: one a warp and row of an MMA's 8, which no shuffle reduces
+constexpr int kWarpEntries = kQuadsShare ? kWarpSize : 8;  // of a request: one a row of an MMA's 8, which no shuffle reduces
 
 #endif
 
-constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests over the banks
+constexpr int kBestEntries = kMultiplyWarps * kWarpEntries;
+// The pad spreads the requests over the banks. A single request has the room of four.
+constexpr int kBestStride = kBestEntries / (kQuadsShare ? 4 : 1) + 2;
 
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
 struct __align__(16) RowState {
@@ -400,7 +402,8 @@ struct PassNoise {
 // Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (cta_best.cuh). A warp draws what it
 // will itself add, so that no other has to be waited for. lane: of those that add it, see Dot::lane_request.
 __device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int lane, int round, int which) {
-    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + lane;
+    const int place = kQuadsShare ? lane & ~3 : lane;
+    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + place;
 }
 
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {

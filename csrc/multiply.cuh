@@ -66,6 +66,40 @@ struct BaseRows {
     }
 };
 
+// What is added to the dot products of kPairs pairs of tiles, and if kAlone of a tile without a partner. All of it is loaded at once:
+// the tiles' chains of latencies overlap.
+template <int kPairs, bool kAlone>
+struct Addends {
+    int rows[kPairs + 1];  // where the lane's begin, of a pair or tile
+    BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
+    BaseRows<2> alone[Dot::kLaneRequests];
+    float4 noise[kPairs + 1][Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
+
+    // slots: the first of each pair, and that of the tile alone.
+    __device__ __forceinline__ Addends(const WalkParams& p, const Smem& s, const Cta& cta, BaseLogit* const (&base)[Dot::kLaneRequests],
+                                       const int (&slots)[kPairs + 1]) {
+#pragma unroll
+        for (int i = 0; i < kPairs + kAlone; ++i) rows[i] = tile_row(cta, slots[i]);
+        if constexpr (kNoiseAhead)
+#pragma unroll
+            for (int i = 0; i < kPairs + kAlone; ++i)
+#pragma unroll
+                for (int which = 0; which < Dot::kLaneRequests; ++which) noise[i][which] = *lane_noise(s, cta, cta.lane, slots[i] / 2, which);
+        const auto load = [&](bool together) {
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+#pragma unroll
+                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[which] + rows[i], together);
+                if constexpr (kAlone) alone[which].load(base[which] + rows[kPairs], together);
+            }
+        };
+        if (p.base_aligned)
+            load(true);
+        else
+            load(false);
+    }
+};
+
 // Sampled, with two groups of columns, pairs of tiles take turns, and so do the groups of a pair: see multiply(). What a warp goes
 // through in a pass then is 16 KB of code instead of 35.
 constexpr bool kTilesTakeTurns = kColumnGroups > 1 && kRegTiles % 2 == 0 && kSampled && !TPW_INT8;
@@ -97,11 +131,11 @@ struct LaneRequests {
     }
 
     // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
-    // known of the group lies.
+    // known of the group lies. counts: they are this lane's to add; else it only takes part.
     template <int kTiles>
     __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group, int at,
                                         const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests],
-                                        const float4 (&drawn)[Dot::kLaneRequests]) {
+                                        const float4 (&drawn)[Dot::kLaneRequests], bool counts) {
         constexpr int kRows = 2 * kTiles;
         float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
@@ -121,17 +155,22 @@ struct LaneRequests {
                 logits.word[i / 2] = packed;
 #endif
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                best[at][which].add_pair(packed, row + i, cta);
+                // Rows that more than one lane adds change nothing, but those of tiles that don't exist would.
+                Best added = best[at][which];
+                added.add_pair(packed, row + i, cta);
+                if (counts) best[at][which] = added;
 #endif
                 values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
+                if (counts) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + row + i) = values[which][i];
+                    for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + row + i) = values[which][i];
 #else
-                logits.store(base[at][which] + row, p.base_aligned);
+                    logits.store(base[at][which] + row, p.base_aligned);
 #endif
+                }
             }
         }
 #if TPW_SAMPLED || TPW_ROUNDING == 2
@@ -151,7 +190,11 @@ struct LaneRequests {
             }
         }
 #pragma unroll
-        for (int which = 0; which < Dot::kLaneRequests; ++which) best[at][which].add(values[which], row, cta);
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            Best added = best[at][which];
+            added.add(values[which], row, cta);
+            if (counts) best[at][which] = added;
+        }
 #endif
     }
 
@@ -215,6 +258,29 @@ struct LaneRequests {
         }
     }
 
+    // Of one request in int8, the tiles that lie in registers and shared memory: the lane's of four pairs, and of what is left of them.
+    template <int kSlots>
+    __device__ __forceinline__ void add_shared_out(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+                                                   const Dot::Accumulator (*pairs)[2][4], const Dot::Accumulator (&alone)[4]) {
+        constexpr int kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
+        const int member = cta.lane & 3;
+        int slots[kTurns + 1];
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) slots[turn] = 2 * (4 * turn + min(member, kPairs - 4 * turn - 1));
+        slots[kTurns] = kSlots - 1;
+        const Addends<kTurns, kSlots % 2> addends(p, s, cta, base[0], slots);
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const Dot::Accumulator* const both[2] = {pairs[turn][0], pairs[turn][1]};
+            add<2>(p, s, cta, pass, addends.rows[turn], slots[turn], 0, 0, both, addends.pairs[turn], addends.noise[turn],
+                   kPairs >= 4 * turn + 4 || member < kPairs - 4 * turn);
+        }
+        if constexpr (kSlots % 2) {
+            const Dot::Accumulator* const one[1] = {alone};
+            add<1>(p, s, cta, pass, addends.rows[kTurns], slots[kTurns], 0, 0, one, addends.alone, addends.noise[kTurns], member == 0);
+        }
+    }
+
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
@@ -257,38 +323,19 @@ struct LaneRequests {
     __device__ __forceinline__ void add_group(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles], int group,
                                               int at, const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
-        int rows[kPairs + 1];
+        const bool counts = !kQuadsShare || (cta.lane & 3) == 0;
+        int firsts[kPairs + 1];
 #pragma unroll
-        for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(cta, slots[2 * i]);
-        // All base logits are loaded first: the tiles' chains of latencies overlap.
-        BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
-        BaseRows<2> alone[Dot::kLaneRequests];
-        float4 noise[kPairs + 1][Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
-        if constexpr (kNoiseAhead)
-#pragma unroll
-            for (int i = 0; i < kPairs + kTiles % 2; ++i)
-#pragma unroll
-                for (int which = 0; which < Dot::kLaneRequests; ++which) noise[i][which] = *lane_noise(s, cta, cta.lane, slots[2 * i] / 2, which);
-        const auto load = [&](bool together) {
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-#pragma unroll
-                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[at][which] + rows[i], together);
-                if constexpr (kTiles % 2) alone[which].load(base[at][which] + rows[kPairs], together);
-            }
-        };
-        if (p.base_aligned)
-            load(true);
-        else
-            load(false);
+        for (int i = 0; i < kPairs + kTiles % 2; ++i) firsts[i] = slots[2 * i];
+        const Addends<kPairs, kTiles % 2> addends(p, s, cta, base[at], firsts);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             const Dot::Accumulator* const both[2] = {acc[2 * i][at], acc[2 * i + 1][at]};
-            add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, at, both, pairs[i], noise[i]);
+            add<2>(p, s, cta, pass, addends.rows[i], firsts[i], group, at, both, addends.pairs[i], addends.noise[i], counts);
         }
         if constexpr (kTiles % 2) {
             const Dot::Accumulator* const one[1] = {acc[kTiles - 1][at]};
-            add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, at, one, alone, noise[kPairs]);
+            add<1>(p, s, cta, pass, addends.rows[kPairs], firsts[kPairs], group, at, one, addends.alone, addends.noise[kPairs], counts);
         }
     }
 };
@@ -348,6 +395,56 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) slots[i] = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
         mine.add_tiles<kTiles>(p, s, cta, pass, slots, acc);
+    }
+}
+
+// One request in int8, all tiles of the warp but streamed ones at once. The request's two planes of u would take two columns of an
+// MMA's eight, and all that follows the dot products one lane of four. So of four pairs of tiles each has two columns: the others
+// are zero in its B, and the four add to the same accumulators, of which a lane ends up with those of one pair. Four times fewer
+// of both, accumulators and what is done with them. Sums of integers may take two chains each, which hide the MMAs' latencies.
+template <int kShared>
+__device__ __forceinline__ void multiply_narrow(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                                const unsigned char* b, LaneRequests& mine) {
+    constexpr int kSlots = kRegTiles + kShared, kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
+    const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + cta.warp * kTileBytes) + cta.lane;
+    struct Operands {
+        uint2 u;
+        Fragment a[kShared + 1];
+    };
+    const auto load = [&](int k) {
+        Operands now;
+        now.u = *reinterpret_cast<const uint2*>(b + 32 * k);
+#pragma unroll
+        for (int i = 0; i < kShared; ++i) now.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];
+        return now;
+    };
+    Dot::Accumulator acc[kTurns + 1][2][2][4] = {}, alone[4] = {};  // [turn][tile of the pair][chain]
+    Operands ahead = load(0);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const Operands now = ahead;
+        if (k + 1 < kSteps) ahead = load(k + 1);
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            const Fragment& a = slot < kRegTiles ? weights[slot < kRegTiles ? slot : 0][k] : now.a[slot < kRegTiles ? 0 : slot - kRegTiles];
+            const int pair = slot / 2;
+            if (pair == kPairs) {
+                Dot::mma(alone, a, now.u);
+            } else {
+                const bool own = cta.lane >> 3 == pair % 4;
+                Dot::mma(acc[pair / 4][slot % 2][pair % 2], a, make_uint2(own ? now.u.x : 0, own ? now.u.y : 0));
+            }
+        }
+        __syncwarp();  // as in dot_products()
+    }
+    if (cta.rows > 0) {
+        asm volatile("" ::: "memory");
+        Dot::Accumulator sums[kTurns + 1][2][4];
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[turn][i / 4][i % 4] = acc[turn][i / 4][0][i % 4] + acc[turn][i / 4][1][i % 4];
+        mine.add_shared_out<kSlots>(p, s, cta, pass, sums, alone);
     }
 }
 
@@ -458,7 +555,12 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     };
     // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
     // 113 instead of 111, whose copies are small.
-    if constexpr (kTilesTakeTurns) {
+    if constexpr (kQuadsShare) {
+        if (kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots)
+            multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine);
+        else
+            multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine);
+    } else if constexpr (kTilesTakeTurns) {
         multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
     } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
@@ -499,7 +601,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-            out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
+            out[request * kBestStride + cta.warp * kWarpEntries + (kQuadsShare ? cta.lane : cta.lane >> 2)] = mine.best[group][which];
         }
 }
 

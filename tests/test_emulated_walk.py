@@ -234,7 +234,14 @@ CASES = {
     # Half as many tiles in registers.
     "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
     "r512-streamed": Case(tp(1, 1, 150_000, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
-    # int8: four requests, eight in two groups of columns.
+    # int8: one request, whose pairs of tiles are shared out over the columns (a tile alone, three pairs and one, four,
+    # five and streamed ones), four requests, eight in two groups of columns.
+    "int8-tile": Case(int8(1, 2, logits="local"), 150, 1, equals=True),
+    "int8-one": Case(int8(1, 1, logits="local", base="aligned"), 910, 1, gamma=4, draft=True),
+    "int8-one-equals": Case(int8(1, 1, logits="local"), 1003, 1, gamma=16, equals=True),
+    "int8-one-tokens": Case(int8(1, 1, logits="none", lse=False), 1280, 1, sampled=False),
+    "int8-one-streamed": Case(int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, rounding="once"),
+    "int8-one-fp32": Case(int8(1, 1, logits="local"), 1003, 1, rounding="none"),
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
     "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),
     "int8-two-groups": Case(int8(1, 3, logits="local", base="aligned"), 640, 8, rounding="once"),

@@ -29,9 +29,15 @@ __device__ __forceinline__ float candidate_score(uint64_t candidate) {
 
 // Whoever scores below this has a smaller exact score than the one who scores `best`. NaN, below which nothing is, where +inf
 // or NaN leave no difference to go by; infinity where all scores are -inf, masked: then all exact scores are, too, and the
-// smallest id, which is the best already, wins.
+// smallest id, which is the best already, wins. `best` may be a candidate's score, and so smaller than the real one.
 __device__ __forceinline__ float contest_threshold(float best) {
-    return best == __int_as_float(0xff800000) ? __int_as_float(0x7f800000) : best - 2.0f * score_error(best) - 0x1p-17f * fabsf(best);
+    return best == __int_as_float(0xff800000) ? __int_as_float(0x7f800000) : best - 2.0f * score_error(best);
+}
+
+// The same where the others are candidates, too.
+__device__ __forceinline__ float candidate_threshold(float best) {
+    const float threshold = contest_threshold(best);
+    return best == __int_as_float(0xff800000) ? threshold : threshold - 0x1p-17f * fabsf(best);
 }
 
 __device__ __forceinline__ bool contests(uint64_t candidate, float threshold) { return candidate != 0 && !(candidate_score(candidate) < threshold); }
@@ -60,7 +66,7 @@ struct Settle {
     __device__ __forceinline__ uint64_t operator()(uint64_t first, uint64_t second, int words, const Load& load) const {
         const uint64_t best = max_over_lanes(first, kLanes);
         if constexpr (kCandidates) {
-            const float threshold = contest_threshold(candidate_score(best));
+            const float threshold = candidate_threshold(candidate_score(best));
             const bool sampled = row.temperature > 0.0f;
             const bool contested = sampled && ((first != best && contests(first, threshold)) || contests(second, threshold));
             if (__any_sync(kFullWarp, contested)) {

@@ -4,10 +4,10 @@
 // agree with the other CTAs, and copy logits out. With several groups of requests they work one or two passes
 // ahead of or behind the dot products, which so never wait for the exchange. Noise is drawn by the multiply warps.
 //
-// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those
-// that a warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a
-// pass multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one), TPW_ROUNDING,
-// TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
+// Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
+// warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass
+// multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request),
+// TPW_ROUNDING, TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
 #include "async_copy.cuh"
@@ -159,8 +159,8 @@ __device__ __forceinline__ int reduce_over_lanes(Best (&best)[kCount], int lane)
 
 // Of a request. Where they are few, a warp's lanes need not reduce theirs, 230 cycles before all else.
 constexpr bool kLanesReduce = kRequests > 4;
-constexpr int kBestEntries = kMultiplyWarps * (kLanesReduce ? 1 : 8);
-__device__ constexpr int entry_warp(int entry) { return kLanesReduce ? entry : entry / 8; }
+constexpr int kWarpEntries = kLanesReduce ? 1 : kQuadsShare ? kWarpSize : 8;
+__device__ constexpr int entry_warp(int entry) { return entry / kWarpEntries; }
 
 #else
 
@@ -189,11 +189,13 @@ struct Best {
     __device__ __forceinline__ uint32_t row() const { return 0xffff - (packed & 0xffff); }
 };
 
-constexpr int kBestEntries = kMultiplyWarps * 8;  // of a request: one a warp and row of an MMA's 8, which no shuffle reduces
+constexpr int kWarpEntries = kQuadsShare ? kWarpSize : 8;  // of a request: one a row of an MMA's 8, which no shuffle reduces
 
 #endif
 
-constexpr int kBestStride = kBestEntries + 2;  // the pad spreads the requests over the banks
+constexpr int kBestEntries = kMultiplyWarps * kWarpEntries;
+// The pad spreads the requests over the banks. A single request has the room of four.
+constexpr int kBestStride = kBestEntries / (kQuadsShare ? 4 : 1) + 2;
 
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
 struct __align__(16) RowState {
@@ -371,11 +373,13 @@ struct PassNoise {
 
     __device__ __forceinline__ PassNoise(const Smem& s, const Cta& cta, const Pass& pass) {
         if constexpr (kSampled) {
-            shared = noise_stream(s.rows[pass.first_row], pass.step);
-            // In uniform registers.
-            shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
-            shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
-            shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+            if constexpr (!kNoiseAhead) {
+                shared = noise_stream(s.rows[pass.first_row], pass.step);
+                // In uniform registers.
+                shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
+                shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
+                shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
+            }
 #pragma unroll
             for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
@@ -385,20 +389,21 @@ struct PassNoise {
                     alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
                 }
             draws = __any_sync(kFullWarp, draws);
-            alike = __all_sync(kFullWarp, alike);
+            if constexpr (!kNoiseAhead) alike = __all_sync(kFullWarp, alike);
         }
     }
 
     template <int kCount>
-    __device__ __forceinline__ void draw(const NoiseStream (&streams)[kCount], const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) const {
-        draw_side_by_side(streams, alike, shared, ids_over_4, noise);
+    __device__ __forceinline__ void draw(const NoiseStream (&streams)[kCount], const uint32_t (&ids_over_4)[kCount], float4 (&logarithms)[kCount]) const {
+        draw_side_by_side(streams, alike, shared, ids_over_4, logarithms);
     }
 };
 
 // Noise doesn't depend on the token. Approximate: what it leaves undecided is scored exactly (cta_best.cuh). A warp draws what it
 // will itself add, so that no other has to be waited for. lane: of those that add it, see Dot::lane_request.
 __device__ __forceinline__ float4* lane_noise(const Smem& s, const Cta& cta, int lane, int round, int which) {
-    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + lane;
+    const int place = kQuadsShare ? lane & ~3 : lane;
+    return s.noise + (round * Dot::kLaneRequests + which) * (kMultiplyWarps * kWarpSize) + cta.warp * kWarpSize + place;
 }
 
 __device__ __forceinline__ void draw_noise(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {

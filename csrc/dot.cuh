@@ -3,7 +3,8 @@
 // One MMA shape a plan, one accumulator a row, k ascending: the sum of a row and a request is then the same bits whatever the
 // tile, the batch or the placement, because a column of an MMA sees neither its neighbours nor the rows beside it.
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
-//   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane
+//   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
+//            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow())
 #pragma once
 
 #include "score.cuh"
@@ -41,7 +42,7 @@ struct Dot {
     }
 
     // Which of the columns' requests the lane's accumulators belong to.
-    __device__ static __forceinline__ int lane_request(int lane, int) { return lane & 3; }
+    __device__ static __forceinline__ int lane_request(int lane, int) { return TPW_NARROW ? 0 : lane & 3; }
 
     // Two fp32 products in this order are the definition of an int8 bias.
     __device__ static __forceinline__ float bias(const Accumulator* acc, int half, int, float u_scale, float row_scale) {
@@ -76,6 +77,8 @@ struct Dot {
 
 #endif
 
+// The four lanes that hold the same rows of a tile share the pairs of tiles of one request, instead of having a request each.
+constexpr bool kQuadsShare = TPW_INT8 && TPW_NARROW;
 constexpr int kSteps = TPW_RANK / Dot::kStepK;
 constexpr int kColumns = 8;
 constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment));
@@ -84,9 +87,9 @@ constexpr int kColumnBytes = TPW_RANK * Dot::kBytesPerElement + 32;
 constexpr int kUBytes = kColumns * kColumnBytes;  // of one group of columns
 
 // Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
-// its words (a broadcast, free), and what they compute is never looked at.
+// its words (a broadcast, free), and what they compute is never looked at. Of a single request in int8 all columns have planes.
 __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char* u, int lane, int columns) {
-    const int column = max(min(lane >> 2, columns - 1), 0) & (TPW_NARROW ? ~1 : ~0);
+    const int column = kQuadsShare ? lane >> 2 & 1 : max(min(lane >> 2, columns - 1), 0) & (TPW_NARROW ? ~1 : ~0);
     return u + column * kColumnBytes + (lane & 3) * 8;
 }
 

@@ -55,20 +55,64 @@ struct BaseRows {
     }
 #endif
 
-    __device__ __forceinline__ float get(int i) const {
+    // Of rows `i` and `i` + 1, `i` being even.
+    __device__ __forceinline__ uint32_t add_to(float (&bias)[2], int i) const {
 #if TPW_BASE_FP32
-        return value[i];
+        const float both[2] = {value[i], value[i + 1]};
+        return add_base<kRounding>(both, bias);
 #else
-        return i % 2 ? __uint_as_float(word[i / 2] & 0xffff0000u) : __uint_as_float(word[i / 2] << 16);
+        return add_packed_base<kRounding>(word[i / 2], bias);
 #endif
     }
 };
+
+// What is added to the dot products of kPairs pairs of tiles, and if kAlone of a tile without a partner. All of it is loaded at once:
+// the tiles' chains of latencies overlap.
+template <int kPairs, bool kAlone>
+struct Addends {
+    int rows[kPairs + 1];  // where the lane's begin, of a pair or tile
+    BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
+    BaseRows<2> alone[Dot::kLaneRequests];
+    float4 noise[kPairs + 1][Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
+
+    // slots: the first of each pair, and that of the tile alone.
+    __device__ __forceinline__ Addends(const WalkParams& p, const Smem& s, const Cta& cta, BaseLogit* const (&base)[Dot::kLaneRequests],
+                                       const int (&slots)[kPairs + 1]) {
+#pragma unroll
+        for (int i = 0; i < kPairs + kAlone; ++i) rows[i] = tile_row(cta, slots[i]);
+        if constexpr (kNoiseAhead)
+#pragma unroll
+            for (int i = 0; i < kPairs + kAlone; ++i)
+#pragma unroll
+                for (int which = 0; which < Dot::kLaneRequests; ++which) noise[i][which] = *lane_noise(s, cta, cta.lane, slots[i] / 2, which);
+        const auto load = [&](bool together) {
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+#pragma unroll
+                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[which] + rows[i], together);
+                if constexpr (kAlone) alone[which].load(base[which] + rows[kPairs], together);
+            }
+        };
+        if (p.base_aligned)
+            load(true);
+        else
+            load(false);
+    }
+};
+
+// Sampled, with two groups of columns, pairs of tiles take turns, and so do the groups of a pair: see multiply(). What a warp goes
+// through in a pass then is 16 KB of code instead of 35.
+constexpr bool kTilesTakeTurns = kColumnGroups > 1 && kRegTiles % 2 == 0 && kSampled && !TPW_INT8;
+constexpr bool kGroupsTakeTurns = kTilesTakeTurns;
+static_assert(kColumnGroups <= 2, "of two groups, each is the other one's next");
 
 // What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each.
 struct LaneRequests {
     BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
     Best best[kColumnGroups][Dot::kLaneRequests];
+    const unsigned char* u[kColumnGroups];  // where the B fragments lie
     PassNoise pass_noise;
+    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // where noise is drawn ahead, else too many registers
 
     __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
@@ -76,12 +120,22 @@ struct LaneRequests {
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which)
                 base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
+#pragma unroll
+        for (int group = 0; group < kColumnGroups; ++group)
+            u[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane,
+                                   (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
+        if constexpr (kNoiseAhead)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                inverse_temperature[0][which] = lane_row_state(s, cta, pass, 0, which).inverse_temperature;
     }
 
-    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane.
+    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
+    // known of the group lies. counts: they are this lane's to add; else it only takes part.
     template <int kTiles>
-    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group,
-                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests]) {
+    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group, int at,
+                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests],
+                                        const float4 (&drawn)[Dot::kLaneRequests], bool counts) {
         constexpr int kRows = 2 * kTiles;
         float values[Dot::kLaneRequests][kRows], scale[kRows];
 #pragma unroll
@@ -93,47 +147,61 @@ struct LaneRequests {
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
-                float bias[2], bases[2] = {base_rows[which].get(i), base_rows[which].get(i + 1)};
+                float bias[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale, scale[i + half]);
-                [[maybe_unused]] const uint32_t packed = add_base<kRounding>(bases, bias);
+                [[maybe_unused]] const uint32_t packed = base_rows[which].add_to(bias, i);
 #if TPW_ROUNDING != 2 && !TPW_BASE_FP32
                 logits.word[i / 2] = packed;
 #endif
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                best[group][which].add_pair(packed, row + i, cta);
+                // Rows that more than one lane adds change nothing, but those of tiles that don't exist would.
+                Best added = best[at][which];
+                added.add_pair(packed, row + i, cta);
+                if (counts) best[at][which] = added;
 #endif
                 values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
+                if (counts) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[group][which] + row + i) = values[which][i];
+                    for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + row + i) = values[which][i];
 #else
-                logits.store(base[group][which] + row, p.base_aligned);
+                    logits.store(base[at][which] + row, p.base_aligned);
 #endif
+                }
             }
         }
 #if TPW_SAMPLED || TPW_ROUNDING == 2
         // After all that needs the accumulators: draws take many registers.
         if (kSampled && pass_noise.draws) {
             float noise[Dot::kLaneRequests][kRows];
-            noise_of<kTiles>(p, s, cta, pass, group, row, slot, noise);
+            noise_of<kTiles>(p, s, cta, pass, group, row, slot, drawn, noise);
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const float inverse = lane_row_state(s, cta, pass, group, which).inverse_temperature;
+                const float inverse = kNoiseAhead ? inverse_temperature[at][which] : lane_row_state(s, cta, pass, group, which).inverse_temperature;
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) values[which][i] = inverse >= 0.0f ? __fmaf_rn(values[which][i], inverse, noise[which][i]) : values[which][i];
+                for (int i = 0; i < kRows; ++i) {
+                    const float score = kNoiseAhead ? __fmaf_rn(values[which][i], inverse, noise[which][i])
+                                                    : score_of_logarithm(values[which][i], inverse, noise[which][i]);
+                    values[which][i] = inverse >= 0.0f ? score : values[which][i];
+                }
             }
         }
 #pragma unroll
-        for (int which = 0; which < Dot::kLaneRequests; ++which) best[group][which].add(values[which], row, cta);
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            Best added = best[at][which];
+            added.add(values[which], row, cta);
+            if (counts) best[at][which] = added;
+        }
 #endif
     }
 
+    // If it isn't drawn ahead, as gumbel_logarithms.
     template <int kTiles>
     __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
-                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+                                             const float4 (&ahead)[Dot::kLaneRequests], float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
         const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
         if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
             noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
@@ -143,7 +211,7 @@ struct LaneRequests {
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = ahead[which];
             upper = slot & 1;
         } else {
             NoiseStream streams[Dot::kLaneRequests];
@@ -190,40 +258,84 @@ struct LaneRequests {
         }
     }
 
+    // Of one request in int8, the tiles that lie in registers and shared memory: the lane's of four pairs, and of what is left of them.
+    template <int kSlots>
+    __device__ __forceinline__ void add_shared_out(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+                                                   const Dot::Accumulator (*pairs)[2][4], const Dot::Accumulator (&alone)[4]) {
+        constexpr int kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
+        const int member = cta.lane & 3;
+        int slots[kTurns + 1];
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) slots[turn] = 2 * (4 * turn + min(member, kPairs - 4 * turn - 1));
+        slots[kTurns] = kSlots - 1;
+        const Addends<kTurns, kSlots % 2> addends(p, s, cta, base[0], slots);
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn) {
+            const Dot::Accumulator* const both[2] = {pairs[turn][0], pairs[turn][1]};
+            add<2>(p, s, cta, pass, addends.rows[turn], slots[turn], 0, 0, both, addends.pairs[turn], addends.noise[turn],
+                   kPairs >= 4 * turn + 4 || member < kPairs - 4 * turn);
+        }
+        if constexpr (kSlots % 2) {
+            const Dot::Accumulator* const one[1] = {alone};
+            add<1>(p, s, cta, pass, addends.rows[kTurns], slots[kTurns], 0, 0, one, addends.alone, addends.noise[kTurns], member == 0);
+        }
+    }
+
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
-                                              const Dot::Accumulator (*acc)[kColumnGroups][4]) {
+                                              Dot::Accumulator (*acc)[kColumnGroups][4]) {
+        if constexpr (kGroupsTakeTurns) {
+#pragma unroll 1
+            for (int group = 0; group < kColumnGroups; ++group) {
+                add_group<kTiles>(p, s, cta, pass, slots, group, 0, acc);
+                next_group<kTiles>(acc);
+            }
+        } else {
+#pragma unroll
+            for (int group = 0; group < kColumnGroups; ++group) add_group<kTiles>(p, s, cta, pass, slots, group, group, acc);
+        }
+    }
+
+  private:
+    template <typename T>
+    __device__ static __forceinline__ void exchange(T& x, T& y) {
+        const T kept = x;
+        x = y;
+        y = kept;
+    }
+
+    // Of two: what is known of the other one takes the first place. Registers have no index.
+    template <int kTiles>
+    __device__ __forceinline__ void next_group(Dot::Accumulator (*acc)[kColumnGroups][4]) {
+#pragma unroll
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            exchange(base[0][which], base[kColumnGroups - 1][which]);
+            exchange(best[0][which], best[kColumnGroups - 1][which]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) acc[tile][0][i] = acc[tile][kColumnGroups - 1][i];
+    }
+
+    template <int kTiles>
+    __device__ __forceinline__ void add_group(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles], int group,
+                                              int at, const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
-        int rows[kPairs + 1];
+        const bool counts = !kQuadsShare || (cta.lane & 3) == 0;
+        int firsts[kPairs + 1];
 #pragma unroll
-        for (int i = 0; i < kPairs + kTiles % 2; ++i) rows[i] = tile_row(cta, slots[2 * i]);
+        for (int i = 0; i < kPairs + kTiles % 2; ++i) firsts[i] = slots[2 * i];
+        const Addends<kPairs, kTiles % 2> addends(p, s, cta, base[at], firsts);
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group) {
-            // All base logits are loaded first: the tiles' chains of latencies overlap.
-            BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
-            BaseRows<2> alone[Dot::kLaneRequests];
-            const auto load = [&](bool together) {
-#pragma unroll
-                for (int which = 0; which < Dot::kLaneRequests; ++which) {
-#pragma unroll
-                    for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[group][which] + rows[i], together);
-                    if constexpr (kTiles % 2) alone[which].load(base[group][which] + rows[kPairs], together);
-                }
-            };
-            if (p.base_aligned)
-                load(true);
-            else
-                load(false);
-#pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                const Dot::Accumulator* const both[2] = {acc[2 * i][group], acc[2 * i + 1][group]};
-                add<2>(p, s, cta, pass, rows[i], slots[2 * i], group, both, pairs[i]);
-            }
-            if constexpr (kTiles % 2) {
-                const Dot::Accumulator* const one[1] = {acc[kTiles - 1][group]};
-                add<1>(p, s, cta, pass, rows[kPairs], slots[kTiles - 1], group, one, alone);
-            }
+        for (int i = 0; i < kPairs; ++i) {
+            const Dot::Accumulator* const both[2] = {acc[2 * i][at], acc[2 * i + 1][at]};
+            add<2>(p, s, cta, pass, addends.rows[i], firsts[i], group, at, both, addends.pairs[i], addends.noise[i], counts);
+        }
+        if constexpr (kTiles % 2) {
+            const Dot::Accumulator* const one[1] = {acc[kTiles - 1][at]};
+            add<1>(p, s, cta, pass, addends.rows[kPairs], firsts[kPairs], group, at, one, addends.alone, addends.noise[kPairs], counts);
         }
     }
 };
@@ -283,6 +395,56 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) slots[i] = i < kReg ? kFirst + i : kRegTiles + shared_slot + i - kReg;
         mine.add_tiles<kTiles>(p, s, cta, pass, slots, acc);
+    }
+}
+
+// One request in int8, all tiles of the warp but streamed ones at once. The request's two planes of u would take two columns of an
+// MMA's eight, and all that follows the dot products one lane of four. So of four pairs of tiles each has two columns: the others
+// are zero in its B, and the four add to the same accumulators, of which a lane ends up with those of one pair. Four times fewer
+// of both, accumulators and what is done with them. Sums of integers may take two chains each, which hide the MMAs' latencies.
+template <int kShared>
+__device__ __forceinline__ void multiply_narrow(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                                const unsigned char* b, LaneRequests& mine) {
+    constexpr int kSlots = kRegTiles + kShared, kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
+    const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + cta.warp * kTileBytes) + cta.lane;
+    struct Operands {
+        uint2 u;
+        Fragment a[kShared + 1];
+    };
+    const auto load = [&](int k) {
+        Operands now;
+        now.u = *reinterpret_cast<const uint2*>(b + 32 * k);
+#pragma unroll
+        for (int i = 0; i < kShared; ++i) now.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];
+        return now;
+    };
+    Dot::Accumulator acc[kTurns + 1][2][2][4] = {}, alone[4] = {};  // [turn][tile of the pair][chain]
+    Operands ahead = load(0);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        const Operands now = ahead;
+        if (k + 1 < kSteps) ahead = load(k + 1);
+#pragma unroll
+        for (int slot = 0; slot < kSlots; ++slot) {
+            const Fragment& a = slot < kRegTiles ? weights[slot < kRegTiles ? slot : 0][k] : now.a[slot < kRegTiles ? 0 : slot - kRegTiles];
+            const int pair = slot / 2;
+            if (pair == kPairs) {
+                Dot::mma(alone, a, now.u);
+            } else {
+                const bool own = cta.lane >> 3 == pair % 4;
+                Dot::mma(acc[pair / 4][slot % 2][pair % 2], a, make_uint2(own ? now.u.x : 0, own ? now.u.y : 0));
+            }
+        }
+        __syncwarp();  // as in dot_products()
+    }
+    if (cta.rows > 0) {
+        asm volatile("" ::: "memory");
+        Dot::Accumulator sums[kTurns + 1][2][4];
+#pragma unroll
+        for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[turn][i / 4][i % 4] = acc[turn][i / 4][0][i % 4] + acc[turn][i / 4][1][i % 4];
+        mine.add_shared_out<kSlots>(p, s, cta, pass, sums, alone);
     }
 }
 
@@ -362,13 +524,12 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
     mine.add_tiles<1>(p, s, cta, pass, slots, acc);
 }
 
-// All tiles of this warp; leaves its lanes' best rows in shared memory.
-__device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps]) {
-    LaneRequests mine(p, s, cta, pass);
+// All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new.
+__device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                         LaneRequests& mine) {
     const unsigned char* b[kColumnGroups];
 #pragma unroll
-    for (int group = 0; group < kColumnGroups; ++group)
-        b[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane, (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
+    for (int group = 0; group < kColumnGroups; ++group) b[group] = mine.u[group];
 
     constexpr int kMaxSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
     const int shared_slots = kSmemTiles % kMultiplyWarps == 0 ? kMaxSlots : kMaxSlots - (cta.warp >= kSmemTiles % kMultiplyWarps);
@@ -394,7 +555,12 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     };
     // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
     // 113 instead of 111, whose copies are small.
-    if constexpr (kTakesLast && kSampled && !TPW_INT8) {
+    if constexpr (kQuadsShare) {
+        if (kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots)
+            multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine);
+        else
+            multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine);
+    } else if constexpr (kTilesTakeTurns) {
         multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
     } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
@@ -435,7 +601,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-            out[request * kBestStride + cta.warp * 8 + (cta.lane >> 2)] = mine.best[group][which];
+            out[request * kBestStride + cta.warp * kWarpEntries + (kQuadsShare ? cta.lane : cta.lane >> 2)] = mine.best[group][which];
         }
 }
 

@@ -76,15 +76,30 @@ __device__ __forceinline__ float approximate_log2(float x) {
 // absolute ones and adds 2^-22 of a noise below 24: 5.7e-6, and its rounding 1.4e-6.
 constexpr float kGumbelError = 1.4e-5f;
 
-__device__ __forceinline__ float approximate_gumbel(uint32_t bits) {
+constexpr float kGumbelScale = -0.6931471806f, kGumbelShift = 0.3665129206f;
+
+// log2(x): the noise is kGumbelShift + kGumbelScale times this.
+__device__ __forceinline__ float gumbel_logarithm(uint32_t bits) {
     const float u = __fmaf_rn(__uint2float_rn(bits), 0x1p-32f, 0x1p-33f);  // uniform(bits): scaling by a power of two is exact
     const float series = __fmul_rn(u, __fmaf_rn(u, __fmaf_rn(u, 0.516780853f, 0.720490515f), 1.442698f));
     const float x = u < 0.0625f ? series : approximate_log2(1.0f - u);  // or -x: the sign costs nothing below
-    return __fmaf_rn(approximate_log2(fabsf(x)), -0.6931471806f, 0.3665129206f);
+    return approximate_log2(fabsf(x));
 }
+
+__device__ __forceinline__ float4 gumbel_logarithms(const uint4& bits) {
+    return make_float4(gumbel_logarithm(bits.x), gumbel_logarithm(bits.y), gumbel_logarithm(bits.z), gumbel_logarithm(bits.w));
+}
+
+__device__ __forceinline__ float approximate_gumbel(uint32_t bits) { return __fmaf_rn(gumbel_logarithm(bits), kGumbelScale, kGumbelShift); }
 
 __device__ __forceinline__ float4 approximate_gumbels(const uint4& bits) {
     return make_float4(approximate_gumbel(bits.x), approximate_gumbel(bits.y), approximate_gumbel(bits.z), approximate_gumbel(bits.w));
+}
+
+// value * (1 / T) + noise, of a gumbel_logarithm. In this order no instruction has two constants, of which one would have to be
+// brought into a register first.
+__device__ __forceinline__ float score_of_logarithm(float value, float inverse_temperature, float logarithm) {
+    return __fmaf_rn(logarithm, kGumbelScale, __fmaf_rn(value, inverse_temperature, kGumbelShift));
 }
 
 // One request's noise at one step.
@@ -109,13 +124,13 @@ struct NoiseStream {
     }
 };
 
-// Four ids' noise of each of several requests. A draw is ten rounds of a multiplication and an
+// The gumbel_logarithms of four ids, of each of several requests. A draw is ten rounds of a multiplication and an
 // addition each, one after the other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one
 // in the whole warp: then the keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked
 // out once.
 template <int kCount>
 __device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[kCount], bool alike, const NoiseStream& shared,
-                                                  const uint32_t (&ids_over_4)[kCount], float4 (&noise)[kCount]) {
+                                                  const uint32_t (&ids_over_4)[kCount], float4 (&logarithms)[kCount]) {
     uint4 state[kCount];
     if (alike) {
 #pragma unroll
@@ -135,7 +150,7 @@ __device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[k
         }
     }
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) noise[i] = approximate_gumbels(state[i]);
+    for (int i = 0; i < kCount; ++i) logarithms[i] = gumbel_logarithms(state[i]);
 }
 
 // T > 0 samples; below 1e-5 it counts as 1e-5. Zero, negative and NaN are greedy and come out as 0.
@@ -143,8 +158,9 @@ __device__ __forceinline__ float effective_temperature(float temperature) {
     return temperature > 0.0f ? fmaxf(temperature, 1e-5f) : 0.0f;
 }
 
-// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, and a few
-// roundings of a sum below |score| + 24, the reciprocal's included.
-__device__ __forceinline__ float score_error(float score) { return kGumbelError + 1e-6f * (fabsf(score) + 24.0f); }
+// By how much the score value * (1 / T) + approximate noise may miss value / T + noise in fp32: the noise's error, and roundings.
+// value / T is at most |score| + 24 and is rounded three times (quotient, reciprocal, product), the score twice: in all five times
+// 2^-24, 3e-7. What is added to that is for the arithmetic with this error itself, a rounding of the score.
+__device__ __forceinline__ float score_error(float score) { return kGumbelError + 4e-7f * (fabsf(score) + 24.0f); }
 
 }  // namespace tpw

@@ -25,6 +25,13 @@ __device__ __forceinline__ uint32_t round_to_bf16(float& low, float& high) {
     return packed;
 }
 
+// Each half to the nearest even, as if of the exact sum.
+__device__ __forceinline__ uint32_t add_bf16x2(uint32_t x, uint32_t y) {
+    uint32_t sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+    return sum;
+}
+
 // Two biases become the two values that tokens are picked from, as the fp32 that hold them exactly; where they are bf16, they
 // are returned packed too. IEEE adds by name: no flag of the compiler may fuse or flush them.
 template <int kRounding>
@@ -33,6 +40,21 @@ __device__ __forceinline__ uint32_t add_base(const float (&base)[2], float (&val
     value[0] = __fadd_rn(base[0], value[0]);
     value[1] = __fadd_rn(base[1], value[1]);
     return kRounding == kNone ? 0 : round_to_bf16(value[0], value[1]);
+}
+
+// The same of base logits that are bf16, packed, in two instructions instead of seven. A bias that isn't rounded is an fp32 still.
+// One that is makes a sum that is rounded once here and twice there, to fp32 in between, with the same result: the sum of two bf16
+// is no fp32 only where one is 2^15 times the other, and then is as near to the larger one, a bf16, as no tie is.
+template <int kRounding>
+__device__ __forceinline__ uint32_t add_packed_base(uint32_t base, float (&value)[2]) {
+    if constexpr (kRounding != kEngine) {
+        const float both[2] = {__uint_as_float(base << 16), __uint_as_float(base & 0xffff0000u)};
+        return add_base<kRounding>(both, value);
+    }
+    const uint32_t sum = add_bf16x2(base, pack_bf16(value[0], value[1]));
+    value[0] = __uint_as_float(sum << 16);
+    value[1] = __uint_as_float(sum & 0xffff0000u);
+    return sum;
 }
 
 // Values in the order in which they win, as signed integers. Nothing becomes kNothing. Its own inverse.
@@ -45,8 +67,7 @@ __device__ __forceinline__ int32_t ordered(float value) { return ordered_bits(__
 
 // Of two packed bf16: the upper halves of their ordered(), packed.
 __device__ __forceinline__ uint32_t ordered_pair(uint32_t packed) {
-    uint32_t sum;
-    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(packed), "r"(0u));
+    const uint32_t sum = add_bf16x2(packed, 0u);
     uint32_t signs;  // each spread over its 16 bits
     asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(sum));
     return sum ^ (signs & 0x7fff7fffu);

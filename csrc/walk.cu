@@ -52,11 +52,12 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     draw(0);
     for (int index = 0; index < passes.count; ++index) {
         const Pass pass = passes.at(index);
+        LaneRequests mine(p, s, cta, pass);  // before the wait: of all this nothing depends on u
         mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
         const bool failed = s.has_failed();
         if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
         mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-        if (!failed) multiply(p, s, cta, pass, weights);
+        if (!failed) multiply(p, s, cta, pass, weights, mine);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
         // Not before the others know of this pass: all wait for that, and draws would take its issue slots.

@@ -102,6 +102,7 @@ unsigned long long candidate(float score, unsigned id, unsigned short logit) {
 unsigned id_of(unsigned long long candidate) { return candidate_id(candidate); }
 float score_of(unsigned long long candidate) { return candidate_score(candidate); }
 float threshold(float best) { return contest_threshold(best); }
+float threshold_of_candidates(float best) { return candidate_threshold(best); }
 float error_of(float score) { return score_error(score); }
 unsigned long long settle(const RowState* row, int step, const unsigned long long* words, int count) {
     unsigned long long first = 0, second = 0;
@@ -140,12 +141,13 @@ class RowState(ctypes.Structure):
 def device(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     replaced = {"noise.cuh": NOISE, "candidate.cuh": {'#include "cta.cuh"\n': ""}}
     library = build(tmp_path_factory.mktemp("scores"), HARNESS, {}, ["-O2"], replaced)
-    for name in ("gumbel_error", "score_of", "threshold", "error_of", "approximate_score"):
+    for name in ("gumbel_error", "score_of", "threshold", "threshold_of_candidates", "error_of", "approximate_score"):
         getattr(library, name).restype = ctypes.c_float
     library.candidate.restype = library.settle.restype = WORD
     library.candidate.argtypes = [ctypes.c_float, ctypes.c_uint32, ctypes.c_uint16]
     library.id_of.argtypes = library.score_of.argtypes = [WORD]
-    library.threshold.argtypes = library.error_of.argtypes = [ctypes.c_float]
+    for name in ("threshold", "threshold_of_candidates", "error_of"):
+        getattr(library, name).argtypes = [ctypes.c_float]
     library.approximate_score.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_float]
     return library
 
@@ -227,15 +229,22 @@ def test_the_larger_score_and_then_the_smaller_id_wins(device: ctypes.CDLL) -> N
 
 
 def test_whoever_is_below_the_threshold_has_the_smaller_exact_score(device: ctypes.CDLL) -> None:
-    """What candidates have lost of their scores included."""
+    """What candidates have lost of their scores included: the best, and where they are compared the others."""
+
+    def error(score: float) -> float:
+        """Without the reserve: that of the noise, and five roundings."""
+        return float(device.gumbel_error()) + 5 * 2.0**-24 * (abs(score) + 24.0)
+
     for best in (0.0, 1.0, -1.0, 24.0, 1e4, -1e4, 1e30):
-        lowest_exact = best - device.error_of(best + abs(best) * 2.0**-19)
-        just_below = device.threshold(best)
-        score = just_below + abs(just_below) * 2.0**-19
-        # The threshold takes the error at `best` for that at `score`, which differs by far less than it has in reserve.
-        assert score + device.error_of(score) <= lowest_exact + 1e-9
-    assert np.isnan(device.threshold(float("inf")))
-    assert np.isnan(device.threshold(float("nan")))
+        lowest_exact = best - error(best + abs(best) * 2.0**-19)
+        candidate = device.threshold_of_candidates(best)
+        for score in (device.threshold(best), candidate + abs(candidate) * 2.0**-19):
+            assert score + error(score) <= lowest_exact
+            assert device.error_of(score) > error(score)
+    for threshold in (device.threshold, device.threshold_of_candidates):
+        assert np.isnan(threshold(float("inf")))
+        assert np.isnan(threshold(float("nan")))
+        assert threshold(-float("inf")) == float("inf")
 
 
 def bf16(value: float) -> int:

@@ -217,6 +217,9 @@ CASES = {
     "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
     "two-groups-equals": Case(tp(2, 3), 701, 11, rounding="once", equals=True),
     "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
+    # Sampled, pairs of tiles and groups take turns, and each of half of the warps has a tile without a partner.
+    "turns": Case(tp(2, 1, base="aligned"), 1140, 19),
+    "turns-equals": Case(tp(2, 1), 1140, 11, equals=True),
     # fp32 logits: keys are exact.
     "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
     "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, gamma=16, rounding="none", equals=True),
@@ -224,13 +227,21 @@ CASES = {
     # Tokens alone.
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
+    "greedy-four-passes": Case(tp(2, 2, logits="none", lse=False), 1003, 64, sampled=False),
     "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
     # More CTAs than a warp has lanes.
     "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),
     # Half as many tiles in registers.
     "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
     "r512-streamed": Case(tp(1, 1, 150_000, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
-    # int8: four requests, eight in two groups of columns.
+    # int8: one request, whose pairs of tiles are shared out over the columns (a tile alone, three pairs and one, four,
+    # five and streamed ones), four requests, eight in two groups of columns.
+    "int8-tile": Case(int8(1, 2, logits="local"), 150, 1, equals=True),
+    "int8-one": Case(int8(1, 1, logits="local", base="aligned"), 910, 1, gamma=4, draft=True),
+    "int8-one-equals": Case(int8(1, 1, logits="local"), 1003, 1, gamma=16, equals=True),
+    "int8-one-tokens": Case(int8(1, 1, logits="none", lse=False), 1280, 1, sampled=False),
+    "int8-one-streamed": Case(int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, rounding="once"),
+    "int8-one-fp32": Case(int8(1, 1, logits="local"), 1003, 1, rounding="none"),
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
     "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),
     "int8-two-groups": Case(int8(1, 3, logits="local", base="aligned"), 640, 8, rounding="once"),

@@ -217,6 +217,7 @@ def spread_faults(folder: Path) -> list[str]:
         {"logits": "full", "narrow": True},
         {"sampled": True, "logits": "full", "groups": 2},
         {"int8": True},
+        {"int8": True, "narrow": True},
         {"int8": True, "logits": "local"},
     ],
     ids=str,

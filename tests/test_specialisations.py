@@ -72,8 +72,8 @@ def test_every_row_has_one_place(int8: bool, rows: int, world_size: int) -> None
 FOR_BATCHES = {
     (False, False): {(1, True): (1, 1), (1, False): (2, 8), (2, False): (9, 64)},
     (False, True): {(1, True): (1, 4), (1, False): (5, 8), (2, False): (9, 64)},
-    (True, False): {(1, False): (1, 4), (2, False): (5, 64)},
-    (True, True): {(1, False): (1, 4), (2, False): (5, 64)},
+    (True, False): {(1, True): (1, 1), (1, False): (2, 4), (2, False): (5, 64)},
+    (True, True): {(1, True): (1, 1), (1, False): (2, 4), (2, False): (5, 64)},
 }
 
 

@@ -33,16 +33,19 @@ REG_FRAGMENTS = 32  # 16 bytes a lane: the W2 operand of one MMA
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """What the columns of a pass's MMAs are used for. groups: of 8 columns. narrow: every other column stays empty."""
+    """What the columns of a pass's MMAs are used for. groups: of 8 columns. narrow: every other column stays empty; in
+    int8 there is one request, and the columns of four are shared out among four pairs of tiles.
+    """
 
     groups: int
     narrow: bool
 
 
 # Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
-# int8 has a second plane of u in the other column anyway. `serves` says which batches each is for.
+# int8 has a second plane of u in the other column anyway, and a narrow kernel for a single request, whose rows more
+# lanes share. `serves` says which batches each is for.
 BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
-INT8_COLUMNS = (ColumnUse(1, False), ColumnUse(2, False))
+INT8_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,11 @@ def requests_of(int8: bool, columns: ColumnUse) -> int:
 def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
     """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
 
-    But a narrow greedy kernel is for one request alone. It took 44.1 µs for one, 51.0 for two and 52.6 for four, the
-    kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1; V = 151,936 on two H200s). Sampled it pays:
-    56.5 and 58.8 for two and four against 69.3 for eight.
+    But a narrow kernel of int8 has one alone, and a narrow greedy kernel of tp_bf16 is for one. It took 44.1 µs for
+    one, 51.0 for two and 52.6 for four, the kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1;
+    V = 151,936 on two H200s). Sampled it pays: 56.5 and 58.8 for two and four against 69.3 for eight.
     """
-    return 1 if columns.narrow and not sampled else requests_of(int8, columns)
+    return 1 if columns.narrow and (int8 or not sampled) else requests_of(int8, columns)
 
 
 def place(

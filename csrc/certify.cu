@@ -102,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
         if (lane == 0) {
             WalkExchange::start(walk, &s.control->block, &s.control->expiry);
             s.control->failed = 0;
+            mbarrier_init(&s.control->rows_barrier, 1);
         }
         __syncwarp();
         const WalkExchange exchange{walk, s.control->block, s.control->expiry};
@@ -126,10 +127,11 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const WalkExchange exchange{walk, s.control->block, s.control->expiry};
 
     bool alive = !s.control->failed;
+    uint32_t parity = 0;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
     for (int item = ctas - 1 - cta; item < pairs * p.team && alive; item += ctas) {
         const int pair = u32(item) / u32(p.team), step = u32(pair) / u32(batch), row = u32(pair) % u32(batch);
-        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(p.team)).run();
+        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(p.team)).run(parity);
         __syncthreads();  // the next step takes over the shared memory
     }
     if (cta != 0) return;

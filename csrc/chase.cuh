@@ -21,10 +21,6 @@ namespace tpw {
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-__device__ __forceinline__ void copy_16(void* target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
-}
-
 // Whether a key's score is above a limit.
 __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
 
@@ -194,23 +190,18 @@ struct Chase {
         const bool has_next = is_first && tells() && step + 1 < p.walk.gamma, all_likely = p.team * kPart >= kTier;
         if (has_next && all_likely)
             for (int slot = thread; slot < rows; slot += kCertifyThreads) tell_likely(slot, s.tier_place[slot]);
-        const int row_slot = warp + lane * kCertifyWarps;
-        uint32_t id = 0;
-        if (lane < kWarpRows && row_slot < rows) {
-            const uint32_t place = s.tier_place[row_slot];
-            s.tier_id[row_slot] = id = id_of(place >> 16, place & 0xffff);
-            if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
+        if (scores()) {
+            // A lane a row, which is faster than 16 bytes a lane of one row after another. Before, others wrote and read in the rows' place.
+            fence_before_bulk_copies();
+            if (thread == 0) mbarrier_expect(&s.control->rows_barrier, rows * TPW_RANK * 2);
+            const int row_slot = warp * kWarpRows + lane;
+            if (lane < kWarpRows && row_slot < rows) {
+                const uint32_t place = s.tier_place[row_slot], id = id_of(place >> 16, place & 0xffff);
+                bulk_load(s.rows + row_slot * kRowBytes, p.w2 + static_cast<int64_t>(id) * TPW_RANK, TPW_RANK * 2, &s.control->rows_barrier);
+                s.tier_id[row_slot] = id;
+                if (kWordCandidates == 3) s.tier_base[row_slot] = from_ordered(score_of(s.tier_order[row_slot], scoring.sampled()));
+            }
         }
-        // (One bulk copy a row is slower: a warp starts those of its lanes one after the other.)
-        const unsigned char* rows_of_w2 = reinterpret_cast<const unsigned char*>(p.w2);
-#pragma unroll 4
-        for (int i = 0; i < kWarpRows; ++i) {
-            const int to = warp + i * kCertifyWarps;
-            const unsigned char* source = rows_of_w2 + static_cast<int64_t>(__shfl_sync(kFullWarp, id, i)) * (TPW_RANK * 2);
-            if (to < rows && scores())
-                for (int at = lane * 16; at < TPW_RANK * 2; at += kWarpSize * 16) copy_16(s.rows + to * kRowBytes + at, source + at);
-        }
-        asm volatile("cp.async.commit_group;" ::: "memory");
         if (warp == 0 && has_next) tell_no_more(all_likely ? rows : tell_likely(rows, threshold, upper));
         if (warp >= kColumnWarps && scoring.sampled() && scores())
             for (int slot = thread - kColumnWarps * kWarpSize; slot < rows; slot += kCertifyThreads - kColumnWarps * kWarpSize)
@@ -421,8 +412,8 @@ struct Chase {
         return __all_sync(kFullWarp, alive);
     }
 
-    // True unless the walk has failed.
-    __device__ __forceinline__ bool run() const {
+    // True unless the walk has failed. parity: of the rows' barrier.
+    __device__ __forceinline__ bool run(uint32_t& parity) const {
         if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
         // After the likely tokens first; and where that is no answer, after the one token, in every column.
@@ -442,8 +433,8 @@ struct Chase {
             if (taken > 0 && threshold == upper) break;  // too many are equal
             const int rows = load_tier(parts, threshold, upper, taken == 0);
             if (!scores()) return true;
+            bool alive = true, waits = true;
             while (true) {
-                bool alive = true;
                 if (!known) {
                     if (warp < kColumnWarps) alive = await_likely(before);
                     if (warp == 0 && before != kNoToken) bound = __ldg(p.bounds + before);
@@ -452,7 +443,11 @@ struct Chase {
                     bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
                 }
                 load_columns(before);
-                asm volatile("cp.async.wait_all;" ::: "memory");
+                if (waits) {  // even if the walk has failed: the copies must end before the CTA does
+                    mbarrier_wait(&s.control->rows_barrier, parity);
+                    parity ^= 1;
+                    waits = false;
+                }
                 if (__syncthreads_or(!alive)) return false;
                 score_columns(rows);
                 if (known) break;

@@ -34,6 +34,7 @@ constexpr uint32_t kNoToken = 0xffffffffu, kNobody = 0xfffffffeu;
 struct ChaseControl {
     uint64_t block, expiry;
     uint64_t token, next;  // of follow()
+    uint64_t rows_barrier;  // a phase for the rows of each tier
     unsigned long long hash;  // of the last tokens
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];

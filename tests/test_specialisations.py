@@ -126,8 +126,9 @@ def test_certified_specialisations_keep_their_registers(widths: list[int]) -> No
     assert {one.sampled for one in found} == {False, True}
     for one in found:
         used = jit.compile_kernel("certify.cu", "certify", one.macros, HOPPER.arch).resources
-        # The logarithms of exact noise, in double precision and away from the chase, take some.
-        assert used.stack_bytes <= (64 if one.sampled else 0), (one.max_batch, one.sampled)
+        # The logarithms of exact noise, in double precision and away from the chase, take some; so do addresses that are
+        # worked out once for all steps of a CTA, and read once a step.
+        assert used.stack_bytes <= 64, (one.max_batch, one.sampled)
         assert used.registers * certified.WARPS * 32 <= 65_536
         assert used.static_shared_bytes + one.shared_bytes <= HOPPER.shared_limit
 

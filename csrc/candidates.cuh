@@ -1,4 +1,5 @@
-// The candidates of each request's step: chosen by every rank from its own columns, pushed to all ranks.
+// The candidates of each request's step: chosen by every rank from its own columns, pushed to the ranks that have the request: all, or
+// where requests are dealt out (certified.shares) one.
 //
 // A *unit* is a warp's share of one request's step on one rank: TPW_CHUNKS * 32 chunks of 16 ids, dealt to the units in turn, as
 // likely tokens are neighbours. Each unit keeps its own best, up to TPW_LIST ids, with no word to any other: any set of ids is
@@ -338,7 +339,7 @@ __device__ __forceinline__ void load_pieces(const CertifyParams& p, const Unit& 
     }
 }
 
-// By one warp: chooses a unit's candidates, from its base logits, and pushes them to every rank.
+// By one warp: chooses a unit's candidates, from its base logits, and pushes them to the ranks that have the request.
 __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const RowState& row, const Unit& of, int lane, uint4 (&pieces)[kPieces], Chosen& chosen) {
     const WalkParams& walk = p.walk;
     const Scoring scoring{row.temperature, row.inverse_temperature};
@@ -420,6 +421,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         }
     __syncwarp();
     const u32 at = list_offset(p, block, of.step * walk.batch + of.batch_row, walk.rank, of.unit);
+    const int owner = u32(of.batch_row) % u32(p.owners);
     for (int i = lane; i < kUnitWords; i += kWarpSize) {
         Candidate candidates[kWordCandidates];
 #pragma unroll
@@ -438,7 +440,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         const Word word = pack(candidates, block);
 #pragma unroll
         for (int destination = 0; destination < TPW_WORLD_SIZE; ++destination)
-            store_word<Scope::sys>(p.lists[destination] + at + i * TPW_WORD_BYTES, word.key, word.tag);
+            if (p.owners == 1 || destination == owner) store_word<Scope::sys>(p.lists[destination] + at + i * TPW_WORD_BYTES, word.key, word.tag);
     }
     __syncwarp();  // the next unit takes over what is chosen from
 }

@@ -29,20 +29,32 @@ struct Finish {
         if (threadIdx.x == 0) *hash = 0;
         for (int row = threadIdx.x; row < batch; row += kCertifyThreads) first_failed[row] = steps;
         bool alive = true;
+        int certified = 0, scored = 0;
         __syncthreads();
         for (int at = threadIdx.x; at < batch * steps && alive; at += kCertifyThreads) {
-            const int row = at % batch, step = at / batch;
-            u64 token;
-            alive = await_word<Scope::gpu>(watch, step_word(p, step, row), header_tag(watch.block), {TPW_WAIT_SLOT, 0, u32(step), u32(row)}, token);
+            const int row = at % batch, step = at / batch, owner = u32(row) % u32(p.owners);
+            const bool is_own = p.owners == 1 || owner == p.walk.rank;
+            const Site site{is_own ? TPW_WAIT_SLOT : TPW_WAIT_TOKEN, is_own ? 0 : u32(owner), u32(step), u32(row)};
+            u64 key;
+            alive = await_word<Scope::sys>(watch, step_word(p, step, row), header_tag(watch.block), site, key);
             if (!alive) break;
+            const u64 token = key & kTokenMask;
             if (token & kFailed)
                 atomicMin(first_failed + row, static_cast<int32_t>(token & ~kFailed));
             else
                 store_token(row, step, static_cast<int64_t>(token));
+            certified += !(token & kFailed);
+            scored += static_cast<int>((key & ~kTokenMask) >> kScoredShift);
             if (step == steps - 1) atomicAdd(hash, row_hash(row, token));
         }
         if (__syncthreads_or(!alive)) return false;
         last_tokens = *hash;
+        certified = __reduce_add_sync(kFullWarp, certified);
+        scored = __reduce_add_sync(kFullWarp, scored);
+        if (threadIdx.x % kWarpSize == 0) {
+            add(Count::certified_steps, certified);
+            add(Count::candidates_scored, scored);
+        }
         if (threadIdx.x < kWarpSize) write_fallback(first_failed);
         return true;
     }
@@ -67,7 +79,7 @@ struct Finish {
     }
 
     __device__ __forceinline__ void add(Count what, int more) const {
-        atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + static_cast<int>(what)), static_cast<unsigned long long>(more));
+        if (more > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + static_cast<int>(what)), static_cast<unsigned long long>(more));
     }
 
     __device__ __forceinline__ void succeed(u64 last_tokens) const {
@@ -111,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     }
 
     const int pairs = batch * walk.gamma;
+    const int first_row = p.owners > 1 ? walk.rank : 0, own_rows = max(batch - first_row + p.owners - 1, 0) / p.owners;
     // The base logits of the next unit are on their way while one is chosen from. (One copy of all code: this loads as late as it can.)
     uint4 pieces[kPieces];
     for (int item = cta + ctas * (warp - kCertifyWarps); item < pairs * p.units; item += ctas * kCertifyWarps) {
@@ -129,8 +142,8 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     bool alive = !s.control->failed;
     uint32_t parity = 0;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
-    for (int item = ctas - 1 - cta; item < pairs * p.team && alive; item += ctas) {
-        const int pair = u32(item) / u32(p.team), step = u32(pair) / u32(batch), row = u32(pair) % u32(batch);
+    for (int item = ctas - 1 - cta; item < own_rows * walk.gamma * p.team && alive; item += ctas) {
+        const u32 pair = u32(item) / u32(p.team), step = pair / u32(own_rows), row = first_row + pair % u32(own_rows) * p.owners;
         alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(p.team)).run(parity);
         __syncthreads();  // the next step takes over the shared memory
     }

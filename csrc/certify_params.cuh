@@ -16,13 +16,14 @@ struct CertifyParams {
     WalkParams walk;          // as for the walk kernel; w2_fragments and what places them go unused
     const bf16* w2;           // [vocabulary, r], all of it
     const float* bounds;      // [target vocabulary] fp32: B of every previous token
-    char* lists[kMaxWorld];   // every rank's candidate words as this rank sees them, laid out by candidates.cuh
-    char* steps;              // this rank's words of each step, [step][row], laid out by chase_memory.cuh
+    char* lists[kMaxWorld];   // every rank's candidate words as this rank sees them, laid out by candidates.cuh; and behind them,
+    uint64_t steps_offset;    // so many bytes on, its words of each step, [step][row], laid out by chase_memory.cuh
     Fallback* fallback;
     int64_t* offsets;         // [max batch] the noise offsets that this block used
     uint64_t* counts;         // [Count::count]
     int32_t units;            // warps' shares that a request's step has on each rank
     int32_t list_words;       // of one block parity
+    int32_t owners;           // ranks that deal the requests out among themselves: all, or 1, where each takes all
     int32_t team;             // CTAs that share a request's step
     int32_t shard_starts[kMaxWorld];
 };

@@ -408,6 +408,7 @@ struct Chase {
     // The token of an earlier step that has no transition, from its CTA; by a whole warp.
     __device__ __forceinline__ bool await_token(int of, bool alive, u64& token) const {
         if (lane == 0 && alive) alive = await_word<Scope::gpu>(watch, step_word(p, of, batch_row), header_tag(watch.block), step_site(), token);
+        token &= kTokenMask;
         token = __shfl_sync(kFullWarp, token, 0);
         return __all_sync(kFullWarp, alive);
     }
@@ -456,7 +457,7 @@ struct Chase {
                 u64 next;
                 if (!follow(token, next)) return false;
                 if (next != kNoToken || token & kFailed) {
-                    finish(next != kNoToken ? next : token, next != kNoToken, rows);
+                    finish(next != kNoToken ? next : token, next != kNoToken ? rows : 0);
                     return true;
                 }
                 known = true;
@@ -466,19 +467,16 @@ struct Chase {
             if (threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) break;
         }
         const bool certified = is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
-        finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), certified, taken);
+        finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), taken);
         return true;
     }
 
-    __device__ __forceinline__ void finish(u64 token, bool certified, int scored) const {
-        if (thread != 0) return;
-        store_word<Scope::gpu>(step_word(p, step, batch_row), token, header_tag(watch.block));
-        count(Count::certified_steps, certified);
-        count(Count::candidates_scored, scored);
-    }
-
-    __device__ __forceinline__ void count(Count what, int more) const {
-        if (more > 0) atomicAdd(reinterpret_cast<unsigned long long*>(p.counts + static_cast<int>(what)), static_cast<unsigned long long>(more));
+    // To all ranks, where each has other requests.
+    __device__ __forceinline__ void finish(u64 token, int scored) const {
+        if (thread >= TPW_WORLD_SIZE || p.owners == 1 && thread > 0) return;
+        const int destination = p.owners == 1 ? p.walk.rank : thread;
+        const u64 key = token | static_cast<u64>(scored) << kScoredShift;
+        store_word<Scope::sys>(step_word_of(p, destination, step, batch_row), key, header_tag(watch.block));
     }
 };
 

@@ -1,7 +1,8 @@
 // What the CTAs of the chase (chase.cuh) keep in shared memory, and the words through which those of a GPU tell each other.
 //
-// The words of a step, all of this rank alone: its token, the tokens that it is likely to end with, and its transitions. All are
-// written in every block, in no order that matters, and read in the same launch.
+// The words of a step: its token, the tokens that it is likely to end with, and its transitions. All are written in every block, in no
+// order that matters, and read in the same launch. The token comes from the rank that has the request, the others are the rank's own. A
+// rank tells no token of a block before it has every rank's candidates, so not before all have finished the block before.
 #pragma once
 
 #include "candidates.cuh"
@@ -27,6 +28,9 @@ static_assert(kWarpRows == kTileRows || kWarpRows * kCertifyWarps == kTier && kW
 
 // A token word's key: the token, or this bit and the step that wasn't certified.
 constexpr u64 kFailed = 1ull << 63;
+// And how many candidates were scored for it.
+constexpr int kScoredShift = 32;
+constexpr u64 kTokenMask = kFailed | ((1ull << kScoredShift) - 1);
 
 // A likely token's key: the token, or this one. A transition's: {token before, token}; {kNoToken, 0} is none.
 constexpr uint32_t kNoToken = 0xffffffffu, kNobody = 0xfffffffeu;
@@ -75,9 +79,10 @@ static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_
 static_assert(kPart % kColumnWarps == 0, "as many columns for each warp");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 
-__device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) {
-    return p.steps + (step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
+__device__ __forceinline__ char* step_word_of(const CertifyParams& p, int rank, int step, int row) {
+    return p.lists[rank] + p.steps_offset + (step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
 }
+__device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) { return step_word_of(p, p.walk.rank, step, row); }
 __device__ __forceinline__ char* likely_word(const CertifyParams& p, int step, int row, int i) { return step_word(p, step, row) + (1 + i) * TPW_WORD_BYTES; }
 __device__ __forceinline__ char* transition_word(const CertifyParams& p, int step, int row, int i) { return likely_word(p, step, row, kLikely + i); }
 static_assert(TPW_STEP_WORDS == 1 + 2 * kLikely, "certified.STEP_WORDS");

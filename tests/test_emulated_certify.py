@@ -109,7 +109,7 @@ class World:
             given.append(
                 WalkInputs(base, True, anchors, temperatures, noise, num_valid, "none", "all", tokens, None, None)
             )
-        self._team = 3 - self._team  # in turn alone, and with another CTA
+        self._team = 3 - self._team  # in turn alone, and with another CTA; and all requests on all ranks, and dealt out
         first = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
         run_kernel("certify", self._certify.macros, first, GRID, self._certify.shared_bytes, self._folder)
         second = [self._walk_params(rank, inputs) for rank, inputs in enumerate(given)]
@@ -139,10 +139,10 @@ class World:
         p.w2, p.bounds = self._w2.data_ptr(), self._bounds.data_ptr()
         for peer, memory in enumerate(self.ranks):
             p.lists[peer], p.shard_starts[peer] = memory.lists.data_ptr(), self.shards[peer].start
-        p.steps = mine.lists.data_ptr() + 2 * self._list_words * WORD_BYTES
+        p.steps_offset = 2 * self._list_words * WORD_BYTES
         p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
         p.units, p.list_words = self._certify.units, self._list_words
-        p.team = self._team
+        p.owners, p.team = len(self.ranks) if self._team > 1 else 1, self._team
         return p
 
     def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:

@@ -126,8 +126,8 @@ def test_certified_specialisations_keep_their_registers(widths: list[int]) -> No
     assert {one.sampled for one in found} == {False, True}
     for one in found:
         used = jit.compile_kernel("certify.cu", "certify", one.macros, HOPPER.arch).resources
-        # The logarithms of exact noise, in double precision and away from the chase, take some; so do addresses that are
-        # worked out once for all steps of a CTA, and read once a step.
+        # The logarithms of exact noise, in double precision and away from the chase, take some; so do addresses that
+        # are worked out once for all steps of a CTA, and read once a step.
         assert used.stack_bytes <= 64, (one.max_batch, one.sampled)
         assert used.registers * certified.WARPS * 32 <= 65_536
         assert used.static_shared_bytes + one.shared_bytes <= HOPPER.shared_limit
@@ -139,3 +139,28 @@ def test_bounds_keep_their_registers(markov_rank: int) -> None:
     used = jit.compile_kernel("certify_bounds.cu", "certify_bounds", macros, HOPPER.arch).resources
     assert used.stack_bytes == 0
     assert used.registers * certified.BOUND_THREADS <= 65_536
+
+
+@pytest.mark.parametrize(
+    ("batch", "gamma", "ranks", "expected"),
+    [
+        (1, 7, 2, (1, 16)),  # no more than the tier has tokens for
+        (1, 16, 2, (1, 8)),
+        (2, 7, 2, (1, 9)),
+        (8, 7, 2, (2, 4)),
+        (8, 7, 1, (1, 2)),
+        (5, 16, 2, (2, 2)),  # one of the ranks has three of the five
+        (64, 16, 2, (2, 1)),
+        (2, 64, 4, (1, 1)),  # too few requests for four ranks
+    ],
+)
+def test_shares_of_plan_certified(batch: int, gamma: int, ranks: int, expected: tuple[int, int]) -> None:
+    (one, *_) = certified.certify_specialisations(
+        markov_rank=256,
+        widths=[151_936 // ranks] * ranks,
+        max_batch=64,
+        rounding="engine",
+        num_sms=HOPPER.num_sms,
+        shared_limit=HOPPER.shared_limit,
+    )
+    assert certified.shares(batch, gamma, ranks, one) == expected

@@ -34,6 +34,7 @@ CHASE_CONTROL_BYTES = 576
 # Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and by one CTA.
 LIKELY, PART = 256, 16
 STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
+ENOUGH_CTAS = 4  # for a step: where there would be fewer, the ranks deal the requests out among themselves
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
 # Chunks of a lane, by the largest batch that they are for. Small units keep longer lists in all, which cost a large
@@ -56,12 +57,13 @@ class CertifyParams(ctypes.Structure):
         ("w2", _P),
         ("bounds", _P),
         ("lists", _P * MAX_WORLD_SIZE),
-        ("steps", _P),
+        ("steps_offset", ctypes.c_uint64),
         ("fallback", _P),
         ("offsets", _P),
         ("counts", _P),
         ("units", _I32),
         ("list_words", _I32),
+        ("owners", _I32),
         ("team", _I32),
         ("shard_starts", _I32 * MAX_WORLD_SIZE),
     ]
@@ -162,16 +164,20 @@ def shared_bytes(tier: int, markov_rank: int) -> int:
     return rows + CHASE_CONTROL_BYTES + WARPS * (PART + LIKELY) * 8 + tier * 20
 
 
-def team_of(pairs: int, grid: int, tier: int) -> int:
-    """CTAs that share a request's step, each with PART of its likely tokens.
+def shares(batch: int, gamma: int, world_size: int, kernel: CertifySpecialisation) -> tuple[int, int]:
+    """How the work of a walk is shared out: ranks that deal the requests out among themselves (all, or 1: each takes
+    all), and CTAs that share a request's step, each with PART of its likely tokens.
+
+    Dealt out, a rank has fewer steps, and candidates go to one rank instead of all; in exchange tokens have to come
+    back, which takes a hop. So it is done where one rank's CTAs would be short of a few for each step.
 
     A token without a transition costs 4 µs. On held-out text 1.0 tokens of a greedy block of 7 steps aren't among the
     best 32 by base logits, 0.4 not among 64, 0.15 not among 128, 0.01 not among 256. More than one part a CTA costs as
     much as it brings.
-
-    pairs: steps of all requests. grid: CTAs. tier: rows at hand, of which the likely tokens are the first.
     """
-    return max(1, min(tier // PART, grid // pairs))
+    owners = world_size if batch >= world_size and batch * gamma * ENOUGH_CTAS > kernel.grid else 1
+    pairs = -(-batch // owners) * gamma
+    return owners, max(1, min(kernel.tier // PART, kernel.grid // pairs))
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:
@@ -289,7 +295,7 @@ class CertifiedExecutor:
         params.walk.status = self._mailboxes.status_address
         for rank, (address, shard) in enumerate(zip(self._lists.addresses, context.shards, strict=True)):
             params.lists[rank], params.shard_starts[rank] = address, shard.start
-        params.steps = self._lists.addresses[context.group.rank] + list_bytes
+        params.steps_offset = list_bytes
         params.w2, params.bounds = self._w2.data_ptr(), self._bounds.data_ptr()
         params.fallback, params.offsets = self._left.data_ptr(), self._offsets.data_ptr()
         params.counts, params.list_words = self._counts.data_ptr(), self._list_words
@@ -330,7 +336,7 @@ class CertifiedExecutor:
         launches = self._launches[base.dtype == torch.float32, sampled]
         chosen, launch = next(pair for pair in launches if pair[0].max_batch >= base.shape[0])
         p.units = chosen.units
-        p.team = team_of(base.shape[0] * base.shape[1], chosen.grid, chosen.tier)
+        p.owners, p.team = shares(base.shape[0], base.shape[1], self._context.shape.world_size, chosen)
         describe_walk(p.walk, inputs, self.name, self._context.rounding)
         point_at_base(p.walk, base, inputs.base_is_full)
         stream = torch.cuda.current_stream(self._context.device)

@@ -42,6 +42,8 @@ constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // Which kernels have code for a single request's posts (exchange.cuh).
 constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
+// A kernel for one request alone, which agrees by posts and nothing else.
+constexpr bool kPostsAlone = kPosts && kQuadsShare;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -170,17 +172,26 @@ struct Best {
 
     __device__ __forceinline__ void merge(const Best& other) { packed = max(packed, other.packed); }
 
-    // Two bf16 values of rows `row` and `row` + 1, which is even.
-    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) {
-        const uint32_t order = ordered_pair(values);
-        const uint32_t places = 0xfffeffffu - candidate_row * 0x10001u;  // 0xffff - row of each
-        int32_t low = __byte_perm(order, places, 0x1054), high = __byte_perm(order, places, 0x3276);
+    // Pairs of bf16 values of a row, which is even, and the next one: one branch for all.
+    template <int kPairs>
+    __device__ __forceinline__ void add_pairs(const uint32_t (&values)[kPairs], const int (&rows)[kPairs], const Cta& cta) {
+        int32_t low[kPairs], high[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const uint32_t order = ordered_pair(values[i]);
+            const uint32_t places = 0xfffeffffu - rows[i] * 0x10001u;  // 0xffff - row of each
+            low[i] = __byte_perm(order, places, 0x1054), high[i] = __byte_perm(order, places, 0x3276);
+        }
         if (!cta.whole) {
             __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
-            low = candidate_row < cta.rows ? low : kNothing;
-            high = candidate_row + 1 < cta.rows ? high : kNothing;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                low[i] = rows[i] < cta.rows ? low[i] : kNothing;
+                high[i] = rows[i] + 1 < cta.rows ? high[i] : kNothing;
+            }
         }
-        packed = max(packed, max(low, high));
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) packed = max(packed, max(low[i], high[i]));
     }
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
     __device__ __forceinline__ int32_t value() const {
@@ -294,7 +305,7 @@ struct Passes {
           per_group(0xffffffffu / max(groups, 1) + 1) {}
 
     __device__ __forceinline__ Pass at(int index) const {
-        const int step = groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
+        const int step = kQuadsShare || groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
         return {index, first_step + step, first_row, min(kRequests, batch - first_row)};
     }
 };

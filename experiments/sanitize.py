@@ -43,7 +43,7 @@ def walk() -> None:
     base = torch.randn(max(BATCHES), GAMMA, VOCAB_SIZE, generator=generator).bfloat16().to(device)
     anchors = torch.arange(max(BATCHES), device=device)
     temperatures = (anchors % 2).float()
-    plans = {"tp_bf16": "reference", "int8": "reference_int8"}
+    plans = {"tp_bf16": "reference", "int8": "reference_int8", "certified": "reference"}
     with WalkRuntime(head, max(BATCHES), GAMMA, device=device, plans=[*plans], deadline=PATIENT) as runtime:
         for plan, definition in plans.items():
             for batch in BATCHES:
@@ -62,7 +62,7 @@ def run(sanitizer: str, tool: str, limit_s: float) -> bool:
     """Runs the walks under a tool, which prints what it finds; whether that is nothing."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FINDINGS), "--print-limit", "20"]
     if tool != "initcheck":  # which must see who writes what these kernels read
-        command += ["--kernel-name", "kns=walk"]
+        command += ["--kernel-name", "kns=walk,kns=certify"]
     # Each tensor an allocation of its own, so that an access beside it is one beside an allocation.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     process = subprocess.Popen([*command, sys.executable, __file__, "--walk"], env=environment, start_new_session=True)

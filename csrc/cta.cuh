@@ -171,16 +171,28 @@ struct Best {
     __device__ __forceinline__ void merge(const Best& other) { packed = max(packed, other.packed); }
 
     // Two bf16 values of rows `row` and `row` + 1, which is even.
-    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) {
-        const uint32_t order = ordered_pair(values);
-        const uint32_t places = 0xfffeffffu - candidate_row * 0x10001u;  // 0xffff - row of each
-        int32_t low = __byte_perm(order, places, 0x1054), high = __byte_perm(order, places, 0x3276);
+    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) { add_pairs<1>({values}, {candidate_row}, cta); }
+
+    // Several such pairs by one branch.
+    template <int kPairs>
+    __device__ __forceinline__ void add_pairs(const uint32_t (&values)[kPairs], const int (&rows)[kPairs], const Cta& cta) {
+        int32_t low[kPairs], high[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const uint32_t order = ordered_pair(values[i]);
+            const uint32_t places = 0xfffeffffu - rows[i] * 0x10001u;  // 0xffff - row of each
+            low[i] = __byte_perm(order, places, 0x1054), high[i] = __byte_perm(order, places, 0x3276);
+        }
         if (!cta.whole) {
             __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
-            low = candidate_row < cta.rows ? low : kNothing;
-            high = candidate_row + 1 < cta.rows ? high : kNothing;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                low[i] = rows[i] < cta.rows ? low[i] : kNothing;
+                high[i] = rows[i] + 1 < cta.rows ? high[i] : kNothing;
+            }
         }
-        packed = max(packed, max(low, high));
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) packed = max(packed, max(low[i], high[i]));
     }
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
     __device__ __forceinline__ int32_t value() const {

@@ -66,37 +66,61 @@ struct BaseRows {
     }
 };
 
-// What is added to the dot products of kPairs pairs of tiles, and if kAlone of a tile without a partner. All of it is loaded at once:
-// the tiles' chains of latencies overlap.
-template <int kPairs, bool kAlone>
-struct Addends {
-    int rows[kPairs + 1];  // where the lane's begin, of a pair or tile
-    BaseRows<4> pairs[kPairs + 1][Dot::kLaneRequests];
-    BaseRows<2> alone[Dot::kLaneRequests];
-    float4 noise[kPairs + 1][Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
+// The lane's rows of kTiles tiles of one round (both of a pair, or one tile alone), and what is added to their dot products.
+template <int kTiles>
+struct LaneRows {
+    static constexpr int kRows = 2 * kTiles;
+    int slot;     // of the first tile
+    bool counts;  // they are this lane's to add; else it only takes part
+    int row;      // where they begin
+    float scale[kRows];
+    BaseRows<kRows> base[Dot::kLaneRequests];
+    float4 noise[Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
+    uint32_t values[kTiles];           // bf16, where they wait for add_at_once()
 
-    // slots: the first of each pair, and that of the tile alone.
-    __device__ __forceinline__ Addends(const WalkParams& p, const Smem& s, const Cta& cta, BaseLogit* const (&base)[Dot::kLaneRequests],
-                                       const int (&slots)[kPairs + 1]) {
+    __device__ __forceinline__ void load_rows(const Smem& s, const Cta& cta) {
+        row = tile_row(cta, slot);
 #pragma unroll
-        for (int i = 0; i < kPairs + kAlone; ++i) rows[i] = tile_row(cta, slots[i]);
+        for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
+    }
+
+    __device__ __forceinline__ void load_noise(const Smem& s, const Cta& cta) {
         if constexpr (kNoiseAhead)
 #pragma unroll
-            for (int i = 0; i < kPairs + kAlone; ++i)
+            for (int which = 0; which < Dot::kLaneRequests; ++which) noise[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
+    }
+};
+
+// Those of kPairs pairs of tiles and, if kAlone, of a tile without a partner. What is added is loaded for all of them at once: the
+// tiles' chains of latencies overlap.
+template <int kPairs, bool kAlone>
+struct AllLaneRows {
+    LaneRows<2> pairs[kPairs + 1];
+    LaneRows<1> alone;
+
+    // All but noise. slot and counts are there.
+    __device__ __forceinline__ void load(const WalkParams& p, const Smem& s, const Cta& cta, BaseLogit* const (&base)[Dot::kLaneRequests]) {
 #pragma unroll
-                for (int which = 0; which < Dot::kLaneRequests; ++which) noise[i][which] = *lane_noise(s, cta, cta.lane, slots[i] / 2, which);
-        const auto load = [&](bool together) {
+        for (int i = 0; i < kPairs; ++i) pairs[i].load_rows(s, cta);
+        if constexpr (kAlone) alone.load_rows(s, cta);
+        const auto load_base = [&](bool together) {
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
 #pragma unroll
-                for (int i = 0; i < kPairs; ++i) pairs[i][which].load(base[which] + rows[i], together);
-                if constexpr (kAlone) alone[which].load(base[which] + rows[kPairs], together);
+                for (int i = 0; i < kPairs; ++i) pairs[i].base[which].load(base[which] + pairs[i].row, together);
+                if constexpr (kAlone) alone.base[which].load(base[which] + alone.row, together);
             }
         };
         if (p.base_aligned)
-            load(true);
+            load_base(true);
         else
-            load(false);
+            load_base(false);
+    }
+
+    __device__ __forceinline__ void load_noise(const Smem& s, const Cta& cta) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) pairs[i].load_noise(s, cta);
+        if constexpr (kAlone) alone.load_noise(s, cta);
     }
 };
 
@@ -113,6 +137,7 @@ struct LaneRequests {
     const unsigned char* u[kColumnGroups];  // where the B fragments lie
     PassNoise pass_noise;
     float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // where noise is drawn ahead, else too many registers
+    float u_scale[kColumnGroups][Dot::kLaneRequests];              // comes with u
 
     __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
 #pragma unroll
@@ -130,45 +155,49 @@ struct LaneRequests {
                 inverse_temperature[0][which] = lane_row_state(s, cta, pass, 0, which).inverse_temperature;
     }
 
-    // kTiles tiles of one round (both of a pair, or one tile alone), whose rows begin at `row` for this lane. at: where what is
-    // known of the group lies. counts: they are this lane's to add; else it only takes part.
-    template <int kTiles>
-    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int row, int slot, int group, int at,
-                                        const Dot::Accumulator* const (&acc)[kTiles], const BaseRows<2 * kTiles> (&base_rows)[Dot::kLaneRequests],
-                                        const float4 (&drawn)[Dot::kLaneRequests], bool counts) {
-        constexpr int kRows = 2 * kTiles;
-        float values[Dot::kLaneRequests][kRows], scale[kRows];
+    __device__ __forceinline__ void load_u_scales(const Smem& s, const Cta& cta, const Pass& pass) {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) scale[i] = TPW_INT8 ? s.row_scales[row + i] : 1.0f;
+        for (int group = 0; group < kColumnGroups; ++group)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
+                u_scale[group][which] = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
+            }
+    }
+
+    // at: where what is known of the group lies.
+    template <int kTiles>
+    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int at,
+                                        const Dot::Accumulator* const (&acc)[kTiles], LaneRows<kTiles>& rows) {
+        constexpr int kRows = 2 * kTiles;
+        float values[Dot::kLaneRequests][kRows];
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
-            const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-            const float u_scale = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
             BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
                 float bias[2];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale, scale[i + half]);
-                [[maybe_unused]] const uint32_t packed = base_rows[which].add_to(bias, i);
+                for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale[at][which], rows.scale[i + half]);
+                [[maybe_unused]] const uint32_t packed = rows.base[which].add_to(bias, i);
 #if TPW_ROUNDING != 2 && !TPW_BASE_FP32
                 logits.word[i / 2] = packed;
 #endif
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                // Rows that more than one lane adds change nothing, but those of tiles that don't exist would.
-                Best added = best[at][which];
-                added.add_pair(packed, row + i, cta);
-                if (counts) best[at][which] = added;
+                if constexpr (kQuadsShare)
+                    rows.values[i / 2] = packed;
+                else
+                    best[at][which].add_pair(packed, rows.row + i, cta);
 #endif
                 values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
             if constexpr (kKeepsLogits) {
-                if (counts) {
+                if (rows.counts) {
 #if TPW_ROUNDING == 2
 #pragma unroll
-                    for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + row + i) = values[which][i];
+                    for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + rows.row + i) = values[which][i];
 #else
-                    logits.store(base[at][which] + row, p.base_aligned);
+                    logits.store(base[at][which] + rows.row, p.base_aligned);
 #endif
                 }
             }
@@ -177,7 +206,7 @@ struct LaneRequests {
         // After all that needs the accumulators: draws take many registers.
         if (kSampled && pass_noise.draws) {
             float noise[Dot::kLaneRequests][kRows];
-            noise_of<kTiles>(p, s, cta, pass, group, row, slot, drawn, noise);
+            noise_of<kTiles>(p, s, cta, pass, group, rows, noise);
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which) {
                 const float inverse = kNoiseAhead ? inverse_temperature[at][which] : lane_row_state(s, cta, pass, group, which).inverse_temperature;
@@ -192,16 +221,29 @@ struct LaneRequests {
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
             Best added = best[at][which];
-            added.add(values[which], row, cta);
-            if (counts) best[at][which] = added;
+            added.add(values[which], rows.row, cta);
+            if (rows.counts) best[at][which] = added;
         }
+#endif
+    }
+
+    // acc: of both tiles of each pair, and of the tile without a partner.
+    template <int kPairs, bool kAlone>
+    __device__ __forceinline__ void add_all(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int at,
+                                            const Dot::Accumulator* const (&acc)[2 * kPairs + kAlone], AllLaneRows<kPairs, kAlone>& rows) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) add<2>(p, s, cta, pass, group, at, {acc[2 * i], acc[2 * i + 1]}, rows.pairs[i]);
+        if constexpr (kAlone) add<1>(p, s, cta, pass, group, at, {acc[2 * kPairs]}, rows.alone);
+#if TPW_ROUNDING != 2 && !TPW_SAMPLED
+        if constexpr (kQuadsShare) add_at_once(cta, rows);
 #endif
     }
 
     // If it isn't drawn ahead, as gumbel_logarithms.
     template <int kTiles>
-    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
-                                             const float4 (&ahead)[Dot::kLaneRequests], float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, const LaneRows<kTiles>& rows,
+                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
+        const int row = rows.row, slot = rows.slot;
         const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
         if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
             noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
@@ -211,7 +253,7 @@ struct LaneRequests {
         bool upper;  // of a tile alone: its rows have the latter two of the four
         if constexpr (kNoiseAhead) {
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = ahead[which];
+            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = rows.noise[which];
             upper = slot & 1;
         } else {
             NoiseStream streams[Dot::kLaneRequests];
@@ -258,29 +300,6 @@ struct LaneRequests {
         }
     }
 
-    // Of one request in int8, the tiles that lie in registers and shared memory: the lane's of four pairs, and of what is left of them.
-    template <int kSlots>
-    __device__ __forceinline__ void add_shared_out(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
-                                                   const Dot::Accumulator (*pairs)[2][4], const Dot::Accumulator (&alone)[4]) {
-        constexpr int kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
-        const int member = cta.lane & 3;
-        int slots[kTurns + 1];
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) slots[turn] = 2 * (4 * turn + min(member, kPairs - 4 * turn - 1));
-        slots[kTurns] = kSlots - 1;
-        const Addends<kTurns, kSlots % 2> addends(p, s, cta, base[0], slots);
-#pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn) {
-            const Dot::Accumulator* const both[2] = {pairs[turn][0], pairs[turn][1]};
-            add<2>(p, s, cta, pass, addends.rows[turn], slots[turn], 0, 0, both, addends.pairs[turn], addends.noise[turn],
-                   kPairs >= 4 * turn + 4 || member < kPairs - 4 * turn);
-        }
-        if constexpr (kSlots % 2) {
-            const Dot::Accumulator* const one[1] = {alone};
-            add<1>(p, s, cta, pass, addends.rows[kTurns], slots[kTurns], 0, 0, one, addends.alone, addends.noise[kTurns], member == 0);
-        }
-    }
-
     // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
@@ -324,20 +343,35 @@ struct LaneRequests {
                                               int at, const Dot::Accumulator (*acc)[kColumnGroups][4]) {
         constexpr int kPairs = kTiles / 2;
         const bool counts = !kQuadsShare || (cta.lane & 3) == 0;
-        int firsts[kPairs + 1];
+        AllLaneRows<kPairs, kTiles % 2> rows;
 #pragma unroll
-        for (int i = 0; i < kPairs + kTiles % 2; ++i) firsts[i] = slots[2 * i];
-        const Addends<kPairs, kTiles % 2> addends(p, s, cta, base[at], firsts);
+        for (int i = 0; i < kPairs; ++i) rows.pairs[i].slot = slots[2 * i], rows.pairs[i].counts = counts;
+        if constexpr (kTiles % 2) rows.alone.slot = slots[kTiles - 1], rows.alone.counts = counts;
+        rows.load_noise(s, cta);
+        rows.load(p, s, cta, base[at]);
+        const Dot::Accumulator* of_group[kTiles];
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            const Dot::Accumulator* const both[2] = {acc[2 * i][at], acc[2 * i + 1][at]};
-            add<2>(p, s, cta, pass, addends.rows[i], firsts[i], group, at, both, addends.pairs[i], addends.noise[i], counts);
-        }
-        if constexpr (kTiles % 2) {
-            const Dot::Accumulator* const one[1] = {acc[kTiles - 1][at]};
-            add<1>(p, s, cta, pass, addends.rows[kPairs], firsts[kPairs], group, at, one, addends.alone, addends.noise[kPairs], counts);
-        }
+        for (int i = 0; i < kTiles; ++i) of_group[i] = acc[i][at];
+        add_all<kPairs, kTiles % 2>(p, s, cta, pass, group, at, of_group, rows);
     }
+
+#if TPW_ROUNDING != 2 && !TPW_SAMPLED
+    // By one branch for rows that don't exist. A pair that doesn't is -inf behind all rows; rows that more than one lane adds change
+    // nothing.
+    template <int kPairs, bool kAlone>
+    __device__ __forceinline__ void add_at_once(const Cta& cta, const AllLaneRows<kPairs, kAlone>& rows) {
+        uint32_t values[2 * kPairs + kAlone];
+        int first[2 * kPairs + kAlone];
+#pragma unroll
+        for (int i = 0; i < 2 * kPairs; ++i) {
+            const LaneRows<2>& pair = rows.pairs[i / 2];
+            values[i] = pair.counts ? pair.values[i % 2] : 0xff80ff80u;
+            first[i] = pair.counts ? pair.row + i % 2 * 2 : kStagedRows;
+        }
+        if constexpr (kAlone) values[2 * kPairs] = rows.alone.values[0], first[2 * kPairs] = rows.alone.row;
+        best[0][0].add_pairs(values, first, cta);
+    }
+#endif
 };
 
 // ---- dot products ----------------------------------------------------------------------------------------------------
@@ -402,28 +436,44 @@ __device__ __forceinline__ void multiply_tiles(const WalkParams& p, const Smem& 
 // MMA's eight, and all that follows the dot products one lane of four. So of four pairs of tiles each has two columns: the others
 // are zero in its B, and the four add to the same accumulators, of which a lane ends up with those of one pair. Four times fewer
 // of both, accumulators and what is done with them. Sums of integers may take two chains each, which hide the MMAs' latencies.
-template <int kShared>
-__device__ __forceinline__ void multiply_narrow(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                                const unsigned char* b, LaneRequests& mine) {
+// All but u is there before ready() has waited for it, and is loaded as far as registers go. False if ready() is.
+template <int kShared, typename Ready>
+__device__ __forceinline__ bool multiply_narrow(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
+                                                const unsigned char* b, LaneRequests& mine, const Ready& ready) {
     constexpr int kSlots = kRegTiles + kShared, kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
     const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + cta.warp * kTileBytes) + cta.lane;
     struct Operands {
         uint2 u;
         Fragment a[kShared + 1];
     };
-    const auto load = [&](int k) {
-        Operands now;
-        now.u = *reinterpret_cast<const uint2*>(b + 32 * k);
+    const auto load_u = [&](Operands& into, int k) { into.u = *reinterpret_cast<const uint2*>(b + 32 * k); };
+    const auto load_weights = [&](Operands& into, int k) {
 #pragma unroll
-        for (int i = 0; i < kShared; ++i) now.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];
-        return now;
+        for (int i = 0; i < kShared; ++i) into.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];
     };
+    Operands ahead;
+    load_weights(ahead, 0);
+    const int member = cta.lane & 3;
+    AllLaneRows<kTurns, kSlots % 2> rows;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        const int left = kPairs - 4 * turn;
+        rows.pairs[turn].slot = 2 * (4 * turn + min(member, left - 1));
+        rows.pairs[turn].counts = left >= 4 || member < left;
+    }
+    if constexpr (kSlots % 2) rows.alone.slot = kSlots - 1, rows.alone.counts = member == 0;
+    rows.load(p, s, cta, mine.base[0]);
+    if (!ready()) return false;
+    load_u(ahead, 0);
+    mine.load_u_scales(s, cta, pass);
     Dot::Accumulator acc[kTurns + 1][2][2][4] = {}, alone[4] = {};  // [turn][tile of the pair][chain]
-    Operands ahead = load(0);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         const Operands now = ahead;
-        if (k + 1 < kSteps) ahead = load(k + 1);
+        if (k + 1 < kSteps) {
+            load_u(ahead, k + 1);
+            load_weights(ahead, k + 1);
+        }
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) {
             const Fragment& a = slot < kRegTiles ? weights[slot < kRegTiles ? slot : 0][k] : now.a[slot < kRegTiles ? 0 : slot - kRegTiles];
@@ -439,13 +489,19 @@ __device__ __forceinline__ void multiply_narrow(const WalkParams& p, const Smem&
     }
     if (cta.rows > 0) {
         asm volatile("" ::: "memory");
-        Dot::Accumulator sums[kTurns + 1][2][4];
+        Dot::Accumulator sums[2 * kTurns + 1][4];
+        const Dot::Accumulator* of_rows[2 * kTurns + kSlots % 2];
 #pragma unroll
-        for (int turn = 0; turn < kTurns; ++turn)
+        for (int i = 0; i < 2 * kTurns; ++i) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sums[turn][i / 4][i % 4] = acc[turn][i / 4][0][i % 4] + acc[turn][i / 4][1][i % 4];
-        mine.add_shared_out<kSlots>(p, s, cta, pass, sums, alone);
+            for (int j = 0; j < 4; ++j) sums[i][j] = acc[i / 2][i % 2][0][j] + acc[i / 2][i % 2][1][j];
+            of_rows[i] = sums[i];
+        }
+        if constexpr (kSlots % 2) of_rows[2 * kTurns] = alone;
+        rows.load_noise(s, cta);  // sooner it would take the registers of what the MMAs need next
+        mine.add_all<kTurns, kSlots % 2>(p, s, cta, pass, 0, 0, of_rows, rows);
     }
+    return true;
 }
 
 // The same tiles in pairs of one kind a turn, the last of shared memory, if it has no partner, beside the last of registers. All
@@ -524,12 +580,15 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
     mine.add_tiles<1>(p, s, cta, pass, slots, acc);
 }
 
-// All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new.
+// All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new. ready(): of one request in
+// int8, waits for u; false if the walk has failed.
+template <typename Ready>
 __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                         LaneRequests& mine) {
+                                         LaneRequests& mine, [[maybe_unused]] const Ready& ready) {
     const unsigned char* b[kColumnGroups];
 #pragma unroll
     for (int group = 0; group < kColumnGroups; ++group) b[group] = mine.u[group];
+    if constexpr (!kQuadsShare) mine.load_u_scales(s, cta, pass);
 
     constexpr int kMaxSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
     const int shared_slots = kSmemTiles % kMultiplyWarps == 0 ? kMaxSlots : kMaxSlots - (cta.warp >= kSmemTiles % kMultiplyWarps);
@@ -556,10 +615,10 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
     // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
     // 113 instead of 111, whose copies are small.
     if constexpr (kQuadsShare) {
-        if (kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots)
-            multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine);
-        else
-            multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine);
+        const bool all = kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots;
+        if (!(all ? multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine, ready)
+                  : multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine, ready)))
+            return;
     } else if constexpr (kTilesTakeTurns) {
         multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
     } else if constexpr (kTakesLast) {

@@ -53,11 +53,16 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     for (int index = 0; index < passes.count; ++index) {
         const Pass pass = passes.at(index);
         LaneRequests mine(p, s, cta, pass);  // before the wait: of all this nothing depends on u
-        mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
-        const bool failed = s.has_failed();
+        const auto await_u = [&]() {
+            mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
+            return !s.has_failed();
+        };
+        // One request's warps in int8 load what they can before u is there.
+        bool alive = true;
+        if constexpr (!kQuadsShare) alive = await_u();
         if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
         mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-        if (!failed) multiply(p, s, cta, pass, weights, mine);
+        if (alive) multiply(p, s, cta, pass, weights, mine, await_u);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
         // Not before the others know of this pass: all wait for that, and draws would take its issue slots.

@@ -42,6 +42,8 @@ constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // Which kernels have code for a single request's posts (exchange.cuh).
 constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
+// A kernel for one request alone, which agrees by posts and nothing else.
+constexpr bool kPostsAlone = kPosts && kQuadsShare;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -306,7 +308,7 @@ struct Passes {
           per_group(0xffffffffu / max(groups, 1) + 1) {}
 
     __device__ __forceinline__ Pass at(int index) const {
-        const int step = groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
+        const int step = kQuadsShare || groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
         return {index, first_step + step, first_row, min(kRequests, batch - first_row)};
     }
 };

@@ -103,12 +103,12 @@ struct Service {
 
     __device__ __forceinline__ Service(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes)
         : p(p), s(s), cta(cta), passes(passes), thread(cta.warp * kWarpSize + cta.lane), warp(cta.warp), lane(cta.lane),
-          posts(kPosts && cta.batch == 1), exchange{p, 0, 0} {}
+          posts(kPostsAlone || (kPosts && cta.batch == 1)), exchange{p, 0, 0} {}
 
     // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
     __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
     // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
-    __device__ __forceinline__ int lag() const { return passes.groups > 2 ? 1 : 0; }
+    __device__ __forceinline__ int lag() const { return !kPostsAlone && passes.groups > 2 ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
     // Made where they are used: members of this would live in memory.
     __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta, passes, exchange}; }
@@ -140,15 +140,7 @@ struct Service {
     __device__ __forceinline__ void receive(const Pass& pass, bool alive) const {
         u64 key = 0;
         if (posts) {
-            // Each warp waits for its share of the posts. All meet, whatever they have seen of a failure.
-            const RowState& row = s.rows[0];
-            const Settle<kWarpSize> settle{row, pass.step};
-            if (alive && !exchange.collect<kServiceThreads>(thread, pass.step, row.previous, cta.index, cta.count, key, settle)) fail();
-            if (lane == 0) s.control->collected[warp] = key;
-            named_barrier(kServiceBarrier, kServiceThreads);
-            key = lane < kServiceWarps ? s.control->collected[lane] : 0;
-            const u64 word = key;
-            key = settle(word, 0, 1, [&](int) { return word; });
+            key = collect(pass, alive);
             if (thread == 0 && key != 0) accept(pass, 0, key);
             return;
         }
@@ -163,12 +155,49 @@ struct Service {
         if (active && lane % kAgreeingRanks == 0) accept(pass, row, key);
     }
 
+    // The best of all CTAs' posts, or 0 after a failure. Each warp waits for its share of them. All meet, whatever they have seen of a
+    // failure.
+    __device__ __forceinline__ u64 collect(const Pass& pass, bool alive) const {
+        u64 key = 0;
+        const RowState& row = s.rows[0];
+        const Settle<kWarpSize> settle{row, pass.step};
+        if (alive && !exchange.collect<kServiceThreads>(thread, pass.step, row.previous, cta.index, cta.count, key, settle)) fail();
+        if (lane == 0) s.control->collected[warp] = key;
+        named_barrier(kServiceBarrier, kServiceThreads);
+        key = lane < kServiceWarps ? s.control->collected[lane] : 0;
+        const u64 word = key;
+        return settle(word, 0, 1, [&](int) { return word; });
+    }
+
     __device__ __forceinline__ void accept(const Pass& pass, int row, u64 key) const {
         const int64_t token = target_id(p, key);
         s.rows[row].previous = static_cast<uint32_t>(token);
+        publish(pass, row, token);
+    }
+
+    __device__ __forceinline__ void publish(const Pass& pass, int row, int64_t token) const {
         if (cta.index != 0) return;
         store_token(p, batch_row(p, row), pass.step, token);
         if (is_split(p)) exchange.send_token(pass.step, batch_row(p, row), token);
+    }
+
+    // receive(pass), then stage_u(next), of one request, whose token the first warp has in a register: what isn't u is done while that
+    // is on its way, or once the multiply warps have it.
+    __device__ __forceinline__ void follow(const Pass& pass, const Pass& next, bool alive) const {
+        const u64 key = collect(pass, alive);
+        int64_t token = 0;
+        if (warp == 0) {
+            token = key != 0 ? target_id(p, key) : s.rows[0].previous;
+            URow u;
+            const uint32_t previous = static_cast<uint32_t>(token);
+            u.load(u_row(p, previous), p.u_scales + clamped(p, previous), lane);
+            __syncwarp();  // all lanes have read the one before
+            if (lane == 0) s.rows[0].previous = previous;
+            u.store(s.u + next.buffer() * kColumnGroups * kUBytes, &s.control->u_scale[next.buffer()][0], 0, lane);
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(&s.control->u_ready[next.buffer()]);
+        if (thread == 0 && key != 0) publish(pass, 0, token);
     }
 
     // u = W1[previous] of this warp's requests. With it the pass is ready.
@@ -262,7 +291,12 @@ struct Service {
             }
             if (index + lead() >= passes.count) continue;
             const Pass next = passes.at(index + lead());
-            if (next.index >= passes.groups) receive(passes.at(next.index - passes.groups), alive);
+            const bool needs_token = next.index >= passes.groups;
+            if (kPostsAlone && needs_token) {
+                follow(passes.at(next.index - 1), next, alive);
+                continue;
+            }
+            if (needs_token) receive(passes.at(next.index - passes.groups), alive);
             stage_u(next);
         }
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));

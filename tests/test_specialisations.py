@@ -7,6 +7,7 @@ import pytest
 from tp_walk import certified, jit, kernels, precompile, spread
 from tp_walk.executors import TpBf16Executor
 from tp_walk.int8_executors import Int8Executor
+from tp_walk.placement import MULTIPLY_REGISTERS, MULTIPLY_WARPS, SERVICE_REGISTERS, SERVICE_WARPS, WARP_SIZE
 from tp_walk.precompile import HOPPER
 
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
@@ -50,11 +51,13 @@ def cache() -> None:
 
 @pytest.mark.parametrize(("int8", "rows", "world_size"), COMPILED)
 def test_specialisations_keep_their_registers(int8: bool, rows: int, world_size: int, cache: None) -> None:
+    handed_out = WARP_SIZE * (MULTIPLY_WARPS * MULTIPLY_REGISTERS + SERVICE_WARPS * SERVICE_REGISTERS)
     for one in compiled(int8, rows, world_size):
         used = jit.compile_kernel("walk.cu", "walk", one.macros, HOPPER.arch).resources
         assert used.stack_bytes <= SPILL_BYTES[one.sampled], (one.sampled, one.logits, one.columns)
         # setmaxnreg hands registers from warp group to warp group; a launch must come with enough to hand out.
         assert used.registers * kernels.THREADS <= 65_536
+        assert handed_out <= used.registers * kernels.THREADS
         assert used.static_shared_bytes + one.placement.shared_bytes <= HOPPER.shared_limit
 
 

@@ -248,7 +248,7 @@ _KNOWN_U = """{
 """
 
 # As noise does, they keep scores apart that would often be equal: a logit has 8 bits.
-_KNOWN_NOISE = """        const uint32_t id = p.shard_start + cta.first_row + row;
+_KNOWN_NOISE = """        const uint32_t id = p.shard_start + cta.first_row + rows.row;
         const float first = __uint_as_float(0x3f800000u | id * 0x9e3779b1u >> 9);
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which)

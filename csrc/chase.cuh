@@ -376,7 +376,7 @@ struct Chase {
         next = kNoToken;
         for (int first = 1; first <= step; first += kCertifyWarps) {
             if (first > 1) __syncthreads();  // those before have been followed
-            if (first + warp <= step) alive = await_transitions(first + warp);
+            if (alive && first + warp <= step) alive = await_transitions(first + warp);
             alive = __syncthreads_and(alive);
             if (warp > 0) continue;  // a look-up reads as much as one warp's share of the shared memory's time allows
             if (first == 1) alive = await_token(0, alive, token);
@@ -431,7 +431,6 @@ struct Chase {
             if (!gather(parts, upper, left_out)) return false;
             if (taken > 0) upper = threshold;
             threshold = threshold_of(parts, left_out, upper, taken);
-            if (taken > 0 && threshold == upper) break;  // too many are equal
             const int rows = load_tier(parts, threshold, upper, taken == 0);
             if (!scores()) return true;
             bool alive = true, waits = true;
@@ -464,7 +463,8 @@ struct Chase {
             }
             taken += rows;
             best = max(best, warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0));
-            if (threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) break;
+            // No rows: more than a tier has room for are equal.
+            if (rows == 0 || threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) break;
         }
         const bool certified = is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
         finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), taken);

@@ -80,7 +80,7 @@ static_assert(kPart % kColumnWarps == 0, "as many columns for each warp");
 static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
 
 __device__ __forceinline__ char* step_word_of(const CertifyParams& p, int rank, int step, int row) {
-    return p.lists[rank] + p.steps_offset + (step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
+    return p.lists[rank] + p.steps_offset + static_cast<u64>(step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);
 }
 __device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) { return step_word_of(p, p.walk.rank, step, row); }
 __device__ __forceinline__ char* likely_word(const CertifyParams& p, int step, int row, int i) { return step_word(p, step, row) + (1 + i) * TPW_WORD_BYTES; }

@@ -206,6 +206,17 @@ def test_steps_are_certified_and_requests_fall_back(folder: Path) -> None:
     assert counts["certified_blocks"] == 3 * (BATCH - 1)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_more_equal_candidates_than_a_tier_has_room_for_are_left_to_the_walk(sampled: bool, folder: Path) -> None:
+    def crowd(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        base.fill_(-1e9)  # below the others whatever the noise
+        for shard in shard_bounds(base.shape[-1], 4):
+            base[..., shard.start : shard.start + 20] = 1.0  # fewer than a unit keeps, more than a tier of 64 in all
+
+    counts = check(crowd, 4, sampled, folder)
+    assert sampled or counts["certified_steps"] == 0
+
+
 @pytest.mark.parametrize("valid", [0, 4])
 def test_rows_that_are_not_valid_are_left_alone(valid: int, folder: Path) -> None:
     check(one_bad_request, 2, True, folder, valid=valid)

@@ -135,6 +135,8 @@ def certify_specialisations(
                 f"plan certified keeps {TIERS[-1]} rows of W2 in shared memory, and more: at rank {markov_rank} "
                 f"{shared_bytes(TIERS[-1], markov_rank)} bytes, of {shared_limit}"
             )
+        if max_batch * 4 > tier * (markov_rank * 2 + 16):  # csrc/certify.cu keeps a number for each request in their place
+            raise PlanUnavailableError(f"plan certified serves {tier * (markov_rank * 2 + 16) // 4} requests at most")
         for (base_fp32, sampled), one in kinds.items():
             in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
             unit_words = -(-(LIST + 1) // in_word)  # and one that wasn't chosen
@@ -254,7 +256,8 @@ class CertifiedExecutor:
         properties: Any = torch.cuda.get_device_properties(device)
         world_size = context.shape.world_size
         group = context.group if world_size > 1 else None
-        grid = properties.multi_processor_count // settings().test_ranks_per_gpu
+        own_grid = properties.multi_processor_count // settings().test_ranks_per_gpu
+        grid = min(context.group.all_gather_object(own_grid))  # what `shares` goes by: alike on every rank
         chosen = certify_specialisations(
             markov_rank=context.shape.markov_rank,
             widths=[shard.width for shard in context.shards],

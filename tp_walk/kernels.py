@@ -170,6 +170,8 @@ def specialisations(
             continue
         for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch, sampled))):
             assert columns is not None
+            if columns.wide and (base_fp32 or rounding == "none" or markov_rank != 256 or sampled or logits != "none"):
+                break
             try:
                 placement = place(
                     int8=int8,

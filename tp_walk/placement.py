@@ -40,11 +40,16 @@ class ColumnUse:
     groups: int
     narrow: bool
 
+    @property
+    def wide(self) -> bool:
+        """Multiplied by wgmma: csrc/multiply_wide.cuh."""
+        return self.groups == 4
+
 
 # Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
 # int8 has a second plane of u in the other column anyway, and a narrow kernel for a single request, whose rows more
 # lanes share. `serves` says which batches each is for.
-BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
+BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False), ColumnUse(4, False))
 INT8_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
 
 
@@ -143,11 +148,15 @@ def place(
     lane_requests = 1 if int8 or columns.narrow else 2
     base_stage_bytes = cta_rows * base_bytes + 16
     base_stage_bytes += (32 // lane_requests - base_stage_bytes) % LINE_BYTES
+    u_bytes = COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
+    if columns.wide:
+        base_stage_bytes = 8  # where they lie
+        u_bytes = markov_rank * 2 // 16 * (COLUMNS * 16 + 16)
     # What each of a warp's row groups, or each warp, leaves of a request: kBestEntries of `Best`, and a pad of two.
     best_entry = 12 if sampled else 8 if rounding == "none" else 4
     best_bytes = (MULTIPLY_WARPS * (8 if best_entry == 4 or requests <= 4 else 1) + 2) * best_entry
     staging = (
-        2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
+        2 * columns.groups * u_bytes
         + 2 * requests * base_stage_bytes
         + (rounds * lane_requests * MULTIPLY_WARPS * WARP_SIZE * 16 if sampled and columns.groups == 1 else 0)
         + 2 * requests * best_bytes
@@ -160,7 +169,10 @@ def place(
             f"{rows} rows of W2 on {num_sms} SMs need {staging} bytes of staging buffers each, of {shared_limit}; "
             f"split W2 over more GPUs, or use plan reference"
         )
-    smem_tiles = min(max(0, tiles_per_cta - reg_tiles * MULTIPLY_WARPS), (shared_limit - staging) // tile_bytes)
+    other_tiles = max(0, tiles_per_cta - reg_tiles * MULTIPLY_WARPS)
+    smem_tiles = min(other_tiles, (shared_limit - staging) // tile_bytes)
+    if columns.wide and smem_tiles < other_tiles:
+        raise PlanUnavailableError("a wide kernel streams no tiles")
     return Placement(
         int8=int8,
         markov_rank=markov_rank,

@@ -166,6 +166,20 @@ __device__ constexpr int entry_warp(int entry) { return entry / kWarpEntries; }
 
 #else
 
+// Two rows in turn, the first one even, as add_pair wants them: which bytes make a word of each, so that those that aren't there
+// take no instructions of every value.
+struct RowPair {
+    uint32_t places;  // 0xffff - row of each
+    uint32_t low, high;
+
+    __device__ __forceinline__ RowPair(int row, const Cta& cta) {
+        const bool exists = row < cta.rows;
+        places = exists ? 0xfffeffffu - row * 0x10001u : static_cast<uint32_t>(kNothing);
+        low = exists ? 0x1054 : 0x7654;
+        high = row + 1 < cta.rows ? 0x3276 : low;
+    }
+};
+
 // A bf16 value and its row fit one word whose maximum is both: half the instructions a value, and one REDUX for the CTA.
 struct Best {
     int32_t packed = kNothing;
@@ -193,6 +207,12 @@ struct Best {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) packed = max(packed, max(low[i], high[i]));
     }
+    __device__ __forceinline__ void add_pair(uint32_t values, const RowPair& rows) {
+        const uint32_t order = ordered_pair(values);
+        const int32_t low = __byte_perm(order, rows.places, rows.low), high = __byte_perm(order, rows.places, rows.high);
+        packed = max(packed, max(low, high));
+    }
+
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
     __device__ __forceinline__ int32_t value() const {
         return packed == kNothing ? kNothing : (packed & 0xffff0000) | (packed < 0 ? 0xffff : 0);

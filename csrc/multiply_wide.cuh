@@ -103,6 +103,7 @@ struct LaneRequests {
 
     // A tile's two rows of the lane. upper: they have the latter two of the four base logits.
     __device__ __forceinline__ void add(const Cta& cta, int row, bool upper, const Dot::Accumulator (&acc)[kColumnGroups][4], const BaseQuads& base) {
+        const RowPair rows(row, cta);
 #pragma unroll
         for (int group = 0; group < kColumnGroups; ++group)
 #pragma unroll
@@ -111,7 +112,9 @@ struct LaneRequests {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[group], half, which, 1.0f, 1.0f);
                 const uint2& quad = base.of[group][which];
-                best[group][which].add_pair(add_packed_base<kRounding>(upper ? quad.y : quad.x, bias), row, cta);
+                Best& added = best[group][which];
+                added.add_pair(add_packed_base<kRounding>(upper ? quad.y : quad.x, bias), rows);
+                asm volatile("" : "+r"(added.packed));  // not behind the next wait
             }
     }
 };
@@ -139,7 +142,9 @@ template <int kSlot, int kCount>
 __device__ __forceinline__ void multiply_slots(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
                                                uint64_t u, LaneRequests& mine) {
     // Of a slot that not all of the warps have, the others multiply what lies there.
-    const auto exists = [&](int slot) { return (slot + 1) * kMultiplyWarps <= kTilesPerCta || slot * kMultiplyWarps + cta.warp < kTilesPerCta; };
+    // An empty shard's CTA has no tile at all, which makes this a branch always: in one piece of straight code the assembler waits
+    // for the second slot before it goes on with the first one.
+    const auto exists = [&](int slot) { return cta.rows > 0 && slot * kMultiplyWarps + cta.warp < kTilesPerCta; };
     const int row = tile_row(cta, kSlot);
     const BaseQuads base(p, s, cta, pass, row);
     Dot::Accumulator acc[kCount][kColumnGroups][4];

@@ -13,7 +13,7 @@ import torch
 from emulated import HAS_COMPILER, run_kernel
 from emulated_ranks import Captured, EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_runtimes
 from emulated_ranks import Ranks as EmulatedRanks
-from kernel_variants import EXCHANGE, LEFT_OUT, ROWS, STEPS
+from kernel_variants import EXCHANGE, LEFT_OUT, PRODUCTS, ROWS, STEPS, W2, U
 
 from tp_walk import Deadline, MarkovHead, executors, jit, kernels
 from tp_walk.errors import KernelError
@@ -44,6 +44,7 @@ DEADLINE_NS = 60 * 10**9
         (STEPS, 6, False),
         (ROWS, 20, True),
         (EXCHANGE, 20, False),
+        *((name, 56, False) for name in (PRODUCTS, ROWS, EXCHANGE, U, W2, STEPS)),  # by wgmma
     ],
 )
 def test_a_build_without_a_part_ends(

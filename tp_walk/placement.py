@@ -97,11 +97,18 @@ def requests_of(int8: bool, columns: ColumnUse) -> int:
 def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
     """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
 
+    But the wide kernel of tp_bf16 is for two passes: three of 16 requests took about 77 µs where two of 32 took 89.9,
+    for 48 requests, and four 98.2 where they took 92.7, for 64 (γ = 7; V = 75,968 on one H200).
+
     But a narrow kernel of int8 has one alone, and a narrow greedy kernel of tp_bf16 is for one. It took 44.1 µs for
     one, 51.0 for two and 52.6 for four, the kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1;
     V = 151,936 on two H200s). Sampled it pays: 56.5 and 58.8 for two and four against 69.3 for eight.
     """
-    return 1 if columns.narrow and (int8 or not sampled) else requests_of(int8, columns)
+    if columns.narrow and (int8 or not sampled):
+        return 1
+    if not int8 and columns.groups == 2:
+        return 48
+    return 2 * requests_of(int8, columns) if columns.wide else requests_of(int8, columns)
 
 
 def place(
@@ -126,7 +133,8 @@ def place(
         base_bytes: of a base logit, 2 or 4.
 
     Raises:
-        PlanUnavailableError: an r that the kernels don't hold, or no room for the staging buffers.
+        PlanUnavailableError: an r that the kernels don't hold, or no room for the staging buffers, or of a wide kernel
+            for all of W2.
     """
     if markov_rank not in (256, 512):
         raise PlanUnavailableError(

@@ -169,8 +169,8 @@ constexpr bool kStagesBases = kWordCandidates == 2;
 
 // A warp's own, in shared memory.
 struct Chosen {
-    uint4 pieces[kPieces][kWarpSize];  // base logits, or the scores of a sampled request in their place: truncated, where they are bf16
-    uint4 bases[kStagesBases ? kPieces : 1][kWarpSize];
+    // Base logits, or the scores of a sampled request in their place: truncated, where they are bf16. And then the base logits.
+    uint4 pieces[kStagesBases ? 2 * kPieces : kPieces][kWarpSize];
     uint16_t place[kList];
 
     // Of a lane's id.
@@ -346,7 +346,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
         chosen.pieces[i][lane] = pieces[i];
-        if (kStagesBases) chosen.bases[i][lane] = pieces[i];
+        if constexpr (kStagesBases) chosen.pieces[kPieces + i][lane] = pieces[i];
     }
     if (scoring.sampled()) {
         // A loop: its code is run for the first time in each walk, which takes longer than running it again.
@@ -434,7 +434,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             candidates[j].place = place;
             candidates[j].score = ordered(base_to_float(*Chosen::of(chosen.pieces, of_lane, id)));
             // Of greedy kernels the score is the base logit.
-            if (kStagesBases) candidates[j].base = base_to_float(*Chosen::of(chosen.bases, of_lane, id));
+            if (kStagesBases) candidates[j].base = base_to_float(*Chosen::of(chosen.pieces + kPieces, of_lane, id));
             if (kWordCandidates == 1) candidates[j].base = base_to_float(of.base(walk)[column_of(place, of.unit, p.units)]);
         }
         const Word word = pack(candidates, block);

@@ -186,7 +186,10 @@ struct Best {
 
     __device__ __forceinline__ void merge(const Best& other) { packed = max(packed, other.packed); }
 
-    // Pairs of bf16 values of a row, which is even, and the next one: one branch for all.
+    // Two bf16 values of rows `row` and `row` + 1, which is even.
+    __device__ __forceinline__ void add_pair(uint32_t values, int candidate_row, const Cta& cta) { add_pairs<1>({values}, {candidate_row}, cta); }
+
+    // Several such pairs by one branch.
     template <int kPairs>
     __device__ __forceinline__ void add_pairs(const uint32_t (&values)[kPairs], const int (&rows)[kPairs], const Cta& cta) {
         int32_t low[kPairs], high[kPairs];

@@ -187,7 +187,7 @@ struct LaneRequests {
                 if constexpr (kQuadsShare)
                     rows.values[i / 2] = packed;
                 else
-                    best[at][which].add_pairs<1>({packed}, {rows.row + i}, cta);
+                    best[at][which].add_pair(packed, rows.row + i, cta);
 #endif
                 values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }

@@ -117,7 +117,7 @@ struct Service {
     // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
     __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
     // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
-    __device__ __forceinline__ int lag() const { return passes.groups > 2 ? 1 : 0; }
+    __device__ __forceinline__ int lag() const { return !kPostsAlone && passes.groups > 2 ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
     // Made where they are used: members of this would live in memory.
     __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta, passes, exchange}; }

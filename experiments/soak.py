@@ -252,19 +252,31 @@ class Soak:
             raise NoticedError(f"the ranks' tokens differ in {int(different)} blocks of {CHUNK}")
 
 
+def run_until_noticed(group: WalkGroup, task: Task) -> tuple[str, tuple[int, int, int]]:
+    """What was noticed, or nothing; and exchanges, steps and blocks until then."""
+    try:
+        soaking = Soak(group, task)
+    except WalkError as error:  # alike on every rank
+        if not task.is_broken:
+            raise
+        return f"at set-up: {type(error).__name__}: {error}", (0, 0, 0)
+    try:
+        soaking.run()
+        noticed = ""
+    except NoticedError as error:
+        noticed = str(error)
+    soaking.close()
+    return noticed, (soaking.exchanges, soaking.steps, soaking.blocks)
+
+
 def soak(task: Task) -> Soaked:
     """A rank's part. Nothing that a broken build does may end the experiment."""
     device = torch.device("cuda", torch.cuda.current_device())
     group = WalkGroup(dist.group.WORLD, device, timeout_s=60.0)
     kernel_variants.use(task.build)
-    began, noticed = time.monotonic(), ""
-    soaking = Soak(group, task)
-    try:
-        soaking.run()
-    except NoticedError as error:
-        noticed = str(error)
+    began = time.monotonic()
+    noticed, counted = run_until_noticed(group, task)
     seconds = time.monotonic() - began
-    soaking.close()
     kernel_variants.use("production")
     hops: tuple[float, ...] = ()
     if not task.is_broken:
@@ -273,11 +285,9 @@ def soak(task: Task) -> Soaked:
         hops = hop.hop_p50_us, hop.hop_p99_us, hop.hop_max_us, time.monotonic() - began
     return Soaked(
         task.build,
-        outcome(task, noticed, soaking.exchanges),
+        outcome(task, noticed, counted[0]),
         noticed,
-        soaking.exchanges,
-        soaking.steps,
-        soaking.blocks,
+        *counted,
         seconds,
         *hops,
     )

@@ -56,6 +56,8 @@ EVERY_KERNEL = {
 WALK = EVERY_KERNEL | {"headers": SYS_WORD, "results": SYS_WORD, "slots": GPU_WORD}
 # Where every rank holds all of W2, ranks agree on nothing at a step, and csrc/spread.cu compares headers.
 INT8_WALK = EVERY_KERNEL | {"results": SYS_WORD, "slots": GPU_WORD, "tokens": SYS_WORD}
+# The kernel for one request alone has no aggregators.
+INT8_NARROW_WALK = EVERY_KERNEL | {"tokens": SYS_WORD}
 # Of what is only reported, by what a kernel reports; others have none of it.
 SUMS = {"partials": GPU_WORD, "sums": SYS_WORD}
 REPORTS: dict[str, dict[str, set[str]]] = {"none": {}, "local": SUMS, "full": SUMS | {"columns": SYS_WORD}}
@@ -195,7 +197,8 @@ def logits_faults(found: list[Access], logits: str) -> list[str]:
 def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     found = accesses(compile_to_ptx(folder, "walk.cu", macros), "walk", walk_pointers())
     logits = LOGITS_MODES[macros["TPW_LOGITS"]]
-    allowed = (INT8_WALK if macros["TPW_INT8"] else WALK) | REPORTS[logits]
+    int8_walk = INT8_NARROW_WALK if macros["TPW_NARROW"] else INT8_WALK
+    allowed = (int8_walk if macros["TPW_INT8"] else WALK) | REPORTS[logits]
     if macros["TPW_COLUMN_GROUPS"] == 1 and (macros["TPW_INT8"] or macros["TPW_NARROW"]):
         allowed |= {"posts": SYS_WORD}  # of a single request
     return mailbox_faults(found, allowed) + logits_faults(found, logits) + status_faults(found)

@@ -210,7 +210,7 @@ _BEST_ROW = """    if (cta.warp == 0) {
                 const float values[2] = {value, value - 1000.0f};
                 mine.best[group][which].add(values, row, cta);
 #else
-                mine.best[group][which].add_pairs<1>({pack_bf16(value, value - 1000.0f)}, {row}, cta);
+                mine.best[group][which].add_pair(pack_bf16(value, value - 1000.0f), row, cta);
 #endif
             }
     }

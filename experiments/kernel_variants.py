@@ -187,6 +187,15 @@ _PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, {slot});
 #pragma unroll
             for (int j = 0; j < 4; ++j) acc[i][group][j] = product(seed, (i * kColumnGroups + group) * 4 + j);
 """
+# Of one request in int8: two chains a tile, whose sum is left to what follows.
+_NARROW_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, 0);
+#pragma unroll
+    for (int i = 0; i < 4 * kTurns; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[i / 4][i / 2 % 2][i % 2][j] = product(seed, i * 4 + j);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) alone[j] = product(seed, 16 * kTurns + j);
+"""
 
 _WIDE_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, kSlot);
 #pragma unroll
@@ -230,6 +239,14 @@ _KEEP_PRODUCTS = """        uint32_t mixed = 0;
         keep(s, mixed);
         return;
 """
+# In place of the call, where one request's tiles in int8 are added all at once.
+_KEEP_NARROW_PRODUCTS = """        uint32_t mixed = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * kTurns + kSlots % 2; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) mixed ^= static_cast<uint32_t>(of_rows[i][j]);
+        keep(s, mixed);
+"""
 
 _KEEP_WIDE_PRODUCTS = """        uint32_t mixed = 0;
 #pragma unroll
@@ -253,13 +270,14 @@ _PREFETCH_KNOWN = """        const int warps = cta.count * kServiceWarps;
             prefetch_u(known_word(i / cta.batch, i % cta.batch), lane);
 """
 
-_KNOWN_U = """{
+_LOAD_U = r"\b(u|u\[i\])\.load\(u_row\([^\n]*\n"
+_KNOWN_U = r"""{
 #pragma unroll
                     for (int v = 0; v < URow::kVectors; ++v) {
                         const uint32_t word = 0x3d003d00u | ((previous * 0x9e3779b1u + lane + v) & 0x00ff00ffu);
-                        u[i].words[v] = make_uint4(word, word ^ 0x10001u, word ^ 0x20002u, word ^ 0x40004u);
+                        \g<1>.words[v] = make_uint4(word, word ^ 0x10001u, word ^ 0x20002u, word ^ 0x40004u);
                     }
-                    u[i].scale = __uint_as_float(0x38000000u | (previous & 0xffu));
+                    \g<1>.scale = __uint_as_float(0x38000000u | (previous & 0xffu));
                 }
 """
 
@@ -329,6 +347,11 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
             r"#pragma unroll\n    for \(int first = 0; first < kSteps; first \+= kAhead\)(?s:.*?)\n    \}\n",
             _PRODUCTS.format(slot="shared_slot", tiles="1"),
         ),
+        Edit(
+            _MULTIPLY,
+            r"#pragma unroll\n    for \(int k = 0; [^\n]*\n        const Operands now = ahead;\n(?s:.*?)\n    \}\n",
+            _NARROW_PRODUCTS,
+        ),
         Edit("walk.cu", _FIRST_WAIT, r"\g<0>        if (index == 0) keep(s, weights);" + "\n"),
     ),
     ROWS: (
@@ -340,6 +363,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_WIDE, r"mine\.add\(", r"\g<0>s, "),
         Edit(_WIDE, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
         Edit(_MULTIPLY, r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
+        Edit(_MULTIPLY, r" +mine\.add_all<kTurns, [^\n]*\n", _KEEP_NARROW_PRODUCTS),
         Edit(_MULTIPLY, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
     ),
     EXCHANGE: (
@@ -362,7 +386,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit("walk.cu", r" +exchange\.prefetch\([^\n]*\n", r"\g<0>" + _PREFETCH_KNOWN),
     ),
     U: (
-        Edit("walk.cu", r"u\[i\]\.load\([^\n]*\n", _KNOWN_U),
+        Edit("walk.cu", _LOAD_U, _KNOWN_U),
         Edit("walk.cu", r"void prefetch_u\([^)]*\) const \{\n", r"\g<0>        return;" + "\n"),
     ),
     NOISE: (
@@ -381,6 +405,9 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_MULTIPLY, r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"),
         # A factor that is 0 and that the compiler doesn't know, or one load would serve several tiles.
         Edit(_MULTIPLY, r"\(i - kReg\) \* kMultiplyWarps \* kSteps", "(i - kReg) * (p.shares - 1)"),
+        # The same of one request in int8.
+        Edit(_MULTIPLY, r"s\.weights \+ cta\.warp \* kTileBytes", "s.weights"),
+        Edit(_MULTIPLY, r"\(i \* kMultiplyWarps \* kSteps \+ k\)", "(i * (p.shares - 1) + k)"),
     ),
     STEPS: (
         Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),

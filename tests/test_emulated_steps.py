@@ -13,7 +13,7 @@ import torch
 from emulated import HAS_COMPILER, run_kernel
 from emulated_ranks import Captured, EmulatedLaunch, Gpu, HostDevice, ThreadGroup, emulate_runtimes
 from emulated_ranks import Ranks as EmulatedRanks
-from kernel_variants import EXCHANGE, LEFT_OUT, PRODUCTS, ROWS, STEPS, W2, U
+from kernel_variants import EXCHANGE, LEFT_OUT, NOISE, ROWS, STEPS, W2
 
 from tp_walk import Deadline, MarkovHead, executors, jit, kernels
 from tp_walk.errors import KernelError
@@ -21,6 +21,7 @@ from tp_walk.mailbox import MailboxLayout
 from tp_walk.noise import Noise
 from tp_walk.plan import WalkInputs
 from tp_walk.precompile import HOPPER, Target
+from tp_walk.quantize import quantize_rows
 from tp_walk.shard import shard_bounds
 from tp_walk.status import STATUS_BYTES
 from tp_walk.workload import Ranks
@@ -32,31 +33,38 @@ pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 WORLD, GRID, GAMMA = 2, 3, 3
 # Of 20 tiles a CTA has 4 in shared memory; the last one of each rank has 18, and so branches that others don't take.
 VOCAB_SIZE = WORLD * (GRID * 20 - 2) * 16
+# int8, which a rank walks alone: of 44 tiles 12, so that some warps have one more than others.
+INT8_VOCAB_SIZE = (GRID * 44 - 2) * 16
 DEADLINE_NS = 60 * 10**9
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "sampled"),
+    ("plan", "name", "batch", "sampled"),
     [
-        *((name, 1, True) for name in LEFT_OUT),
-        (ROWS, 1, False),
-        (EXCHANGE, 6, True),
-        (STEPS, 6, False),
-        (ROWS, 20, True),
-        (EXCHANGE, 20, False),
-        *((name, 56, False) for name in (PRODUCTS, ROWS, EXCHANGE, U, W2, STEPS)),  # by wgmma
+        *(("tp_bf16", name, 1, True) for name in LEFT_OUT),
+        ("tp_bf16", ROWS, 1, False),
+        ("tp_bf16", W2, 1, False),
+        ("tp_bf16", EXCHANGE, 6, True),
+        ("tp_bf16", STEPS, 6, False),
+        ("tp_bf16", ROWS, 20, True),
+        ("tp_bf16", EXCHANGE, 20, False),
+        *(("int8", name, 1, True) for name in LEFT_OUT),
+        *(("int8", name, 1, False) for name in LEFT_OUT if name != NOISE),
+        *(("tp_bf16", name, 56, False) for name in LEFT_OUT if name != NOISE),  # by wgmma
     ],
 )
 def test_a_build_without_a_part_ends(
-    name: str, batch: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str, name: str, batch: int, sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    int8 = plan == "int8"
+    world, vocab_size = (1, INT8_VOCAB_SIZE) if int8 else (WORLD, VOCAB_SIZE)
     (one,) = (
         one
         for one in steps.timed_specialisations(
-            int8=False,
+            int8=int8,
             markov_rank=256,
-            rows=VOCAB_SIZE // WORLD,
-            world_size=WORLD,
+            rows=vocab_size // world,
+            world_size=world,
             max_batch=batch,
             rounding="engine",
             num_sms=GRID,
@@ -64,16 +72,20 @@ def test_a_build_without_a_part_ends(
         )
         if one.sampled == sampled
     )
-    assert one.placement.smem_tiles > 0
+    assert one.placement.smem_tiles == (12 if int8 else 4)
     torch.manual_seed(1)
-    w1, w2 = (torch.randn(VOCAB_SIZE, 256).mul_(0.3).bfloat16() for _ in range(2))
-    base, anchors = torch.randn(batch, GAMMA, VOCAB_SIZE).mul_(3.0).bfloat16(), torch.randint(VOCAB_SIZE, (batch,))
+    w1, w2 = (torch.randn(vocab_size, 256).mul_(0.3).bfloat16() for _ in range(2))
+    u_rows, u_scales = kernels.to_plane_rows(w1) if int8 else (w1, None)
+    w2_rows, row_scales = quantize_rows(w2) if int8 else (w2, None)
+    base, anchors = torch.randn(batch, GAMMA, vocab_size).mul_(3.0).bfloat16(), torch.randint(vocab_size, (batch,))
     temperatures = torch.ones(batch) if sampled else None
     noise = Noise(11, 0) if sampled else None
-    shards = shard_bounds(VOCAB_SIZE, WORLD)
-    fragments = [kernels.to_fragments(w2[shard.start : shard.stop].contiguous(), one.placement) for shard in shards]
-    words = MailboxLayout(WORLD, batch, GRID).num_bytes // 8
-    mailboxes, statuses = torch.zeros(WORLD, words + 32, dtype=torch.int64), torch.zeros(WORLD, STATUS_BYTES)
+    shards = shard_bounds(vocab_size, world)
+    fragments = [
+        kernels.to_fragments(w2_rows[shard.start : shard.stop].contiguous(), one.placement) for shard in shards
+    ]
+    words = MailboxLayout(world, batch, one.placement.grid).num_bytes // 8
+    mailboxes, statuses = torch.zeros(world, words + 32, dtype=torch.int64), torch.zeros(world, STATUS_BYTES)
     mailboxes[:, :2] = 1  # the block to come, and the first
 
     drafts: list[torch.Tensor] = []
@@ -82,14 +94,16 @@ def test_a_build_without_a_part_ends(
         drafts.append(torch.full((batch, GAMMA), -1))
         inputs = WalkInputs(base, True, anchors, temperatures, noise, None, "none", "all", drafts[-1], None, None)
         p = kernels.WalkParams()
-        p.u_rows, p.w2_fragments = w1.data_ptr(), fragments[rank].data_ptr()
-        for peer in range(WORLD):
+        p.u_rows, p.w2_fragments = u_rows.data_ptr(), fragments[rank].data_ptr()
+        if u_scales is not None and row_scales is not None:
+            p.u_scales, p.row_scales = u_scales.data_ptr(), row_scales.data_ptr()
+        for peer in range(world):
             p.mailboxes[peer] = mailboxes[peer].data_ptr()
         p.status = statuses[rank].data_ptr()
         p.startup_deadline_ns = p.steady_deadline_ns = DEADLINE_NS
-        p.vocab_size = p.target_vocab_size = VOCAB_SIZE
+        p.vocab_size = p.target_vocab_size = vocab_size
         p.shard_start, p.shard_width, p.rank, p.shares = shard.start, shard.width, rank, 1
-        executors.describe_walk(p, inputs, "tp_bf16", "engine")
+        executors.describe_walk(p, inputs, plan, "engine")
         executors.point_at_base(p, base, True)
         given.append(p)
 
@@ -98,14 +112,16 @@ def test_a_build_without_a_part_ends(
     for block in range(2):
         run_kernel("walk", one.macros, given, one.placement.grid, one.placement.shared_bytes, tmp_path / "emulated")
         assert not statuses.any()
-        assert mailboxes[:, 0].tolist() == [block + 2] * WORLD
-        assert torch.equal(*drafts)
+        assert mailboxes[:, 0].tolist() == [block + 2] * world
+        assert all(torch.equal(other, drafts[0]) for other in drafts)
     kernel_variants.use("production")
     if name == STEPS:
         assert bool((drafts[0] == -1).all())
     else:
-        assert bool(((drafts[0] >= 0) & (drafts[0] < VOCAB_SIZE)).all())
+        assert bool(((drafts[0] >= 0) & (drafts[0] < vocab_size)).all())
         assert len(drafts[0].unique()) > 1
+    if name == W2 and not sampled:  # all of W2 is zero, that in shared memory, too
+        assert torch.equal(base.gather(2, drafts[0][..., None])[..., 0], base.amax(2))
 
 
 class NamedLaunch(EmulatedLaunch):

@@ -10,7 +10,7 @@ from pathlib import Path
 import kernel_variants
 import pytest
 import steps
-from kernel_variants import LEFT_OUT, NOISE, PRODUCTS, ROWS, STEPS, W2, U
+from kernel_variants import EXCHANGE, LEFT_OUT, NOISE, PRODUCTS, ROWS, STEPS, W2, U
 from ptx_access import compile_to_ptx
 from test_specialisations import SPILL_BYTES
 
@@ -27,9 +27,17 @@ def specialisation(plan: str, batch: int, sampled: bool) -> Specialisation:
     return one
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_build_without_a_part_keeps_its_registers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, batch, sampled = ("int8", 64, True) if name == NOISE else ("tp_bf16", 1, False)
+@pytest.mark.parametrize(
+    ("name", "plan", "batch", "sampled"),
+    [
+        *((name, "tp_bf16", 1, False) for name in LEFT_OUT if name != NOISE),
+        (NOISE, "int8", 64, True),
+        *((name, "int8", 1, True) for name in LEFT_OUT),
+    ],
+)
+def test_a_build_without_a_part_keeps_its_registers(
+    name: str, plan: str, batch: int, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jit, "csrc_dir", jit.csrc_dir)  # put back afterwards
     macros = specialisation(plan, batch, sampled).macros
     whole = jit.compile_kernel("walk.cu", "walk", macros, HOPPER.arch)
@@ -42,15 +50,19 @@ def test_a_build_without_a_part_keeps_its_registers(name: str, monkeypatch: pyte
     assert build.resources.static_shared_bytes == whole.resources.static_shared_bytes
 
 
-# What there is less of in the code.
-GONE = {
+# What there is none of in the code, and what there is less of.
+NONE = {
     PRODUCTS: "mma.sync",
-    ROWS: "add.rn.bf16x2",
-    steps.EXCHANGE: "ld.relaxed.sys.global.b128",
-    U: "prefetch.global.L2",
+    U: "ld.global.nc.v4",
     NOISE: "lg2.approx",
-    W2: "cp.async.bulk.shared::cluster",
+    W2: "ld.global.nc.L1::no_allocate",
     STEPS: "mma.sync",
+}
+FEWER = {
+    ROWS: "add.rn.bf16x2",
+    EXCHANGE: "ld.relaxed.sys.global.b128",
+    U: "prefetch.global.L2",
+    W2: "cp.async.bulk.shared::cluster",
 }
 # What must not go with it, though nobody reads it.
 KEPT = {
@@ -61,16 +73,23 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_is_left_out_is_gone_and_nothing_else(name: str, tmp_path: Path) -> None:
-    macros = specialisation("tp_bf16", 1, name == NOISE).macros
+@pytest.mark.parametrize("batch", OPTIONS.batches)
+@pytest.mark.parametrize("plan", steps.PLANS)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_left_out_is_gone_and_nothing_else(plan: str, batch: int, sampled: bool, tmp_path: Path) -> None:
+    macros = specialisation(plan, batch, sampled).macros
     whole = compile_to_ptx(jit.csrc_dir(), "walk.cu", macros)
-    build = compile_to_ptx(kernel_variants.edited(name, tmp_path), "walk.cu", macros)
-    assert build.count(GONE[name]) < whole.count(GONE[name])
-    if name in KEPT:
-        # Loads of streamed tiles go with the products; those of the registers stay.
-        least = whole.count("mma.sync") if KEPT[name] == "mma.sync" else macros["TPW_REG_TILES"] * 256 // 16
-        assert build.count(KEPT[name]) >= least
+    for name in steps.builds(sampled)[1:]:
+        build = compile_to_ptx(kernel_variants.edited(name, tmp_path), "walk.cu", macros)
+        assert name not in NONE or NONE[name] not in build, name
+        if name in FEWER:
+            assert build.count(FEWER[name]) < whole.count(FEWER[name]), name
+        if name in KEPT:
+            # Loads of streamed tiles go with the products; those of the registers stay.
+            step_k = 32 if plan == "int8" else 16
+            loads = macros["TPW_REG_TILES"] * steps.MARKOV_RANK // step_k
+            least = whole.count("mma.sync") if KEPT[name] == "mma.sync" else loads
+            assert build.count(KEPT[name]) >= least, name
 
 
 def test_every_timed_kernel_is_compiled_ahead_and_no_other() -> None:

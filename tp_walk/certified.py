@@ -135,10 +135,9 @@ def certify_specialisations(
                 f"plan certified keeps {TIERS[-1]} rows of W2 in shared memory, and more: at rank {markov_rank} "
                 f"{shared_bytes(TIERS[-1], markov_rank)} bytes, of {shared_limit}"
             )
-        if max_batch * 4 > tier * (
-            markov_rank * 2 + 16
-        ):  # csrc/certify.cu keeps a number for each request in their place
-            raise PlanUnavailableError(f"plan certified serves {tier * (markov_rank * 2 + 16) // 4} requests at most")
+        most = tier * (markov_rank * 2 + 16) // 4  # csrc/certify.cu keeps a number for each request in the rows' place
+        if max_batch > most:
+            raise PlanUnavailableError(f"plan certified serves {most} requests at most; max_batch is {max_batch}")
         for (base_fp32, sampled), one in kinds.items():
             in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
             unit_words = -(-(LIST + 1) // in_word)  # and one that wasn't chosen

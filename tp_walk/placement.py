@@ -97,8 +97,9 @@ def requests_of(int8: bool, columns: ColumnUse) -> int:
 def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
     """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
 
-    But the wide kernel of tp_bf16 is for two passes: three of 16 requests took about 77 µs where two of 32 took 89.9,
-    for 48 requests, and four 98.2 where they took 92.7, for 64 (γ = 7; V = 75,968 on one H200).
+    But the wide kernel of tp_bf16 is for two passes. For 64 requests they took 92.7 µs, four passes of 16 98.2; for 48
+    they took 89.9, where three of 16 are reckoned to take 77, from those of 16 and 64 requests (γ = 7; V = 75,968 on
+    one H200).
 
     But a narrow kernel of int8 has one alone, and a narrow greedy kernel of tp_bf16 is for one. It took 44.1 µs for
     one, 51.0 for two and 52.6 for four, the kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1;

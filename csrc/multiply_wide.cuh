@@ -8,7 +8,7 @@
 // Base logits are read where they lie, 8 bytes a lane and request, on their way during the dot products.
 //
 // For 49 to 64 greedy requests, two passes a step. At V = 75,968 on one H200, γ = 7, a block of 64 takes 92.7 µs instead of 98.2 by
-// four passes of 16; of 48, three passes of 16 take about 77 µs and two of these 89.9. What bounds it are the service warps, not the
+// four passes of 16; of 48, two of these take 89.9 µs, and three of 16 are reckoned to take 77. What bounds it are the service warps, not the
 // dot products: a later build without any took 91 µs of 111.
 #pragma once
 

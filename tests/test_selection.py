@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -279,6 +280,11 @@ class TestInARuntime:
 
 
 class TestWithoutARuntime:
+    @pytest.fixture(autouse=True)
+    def _no_runtime(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those that tests of other files have left to the garbage collector are none of these tests'."""
+        monkeypatch.setattr(tp_walk.runtime, "_open", weakref.WeakValueDictionary())
+
     def test_without_a_gpu_there_is_nothing_to_select(self) -> None:
         if torch.cuda.is_available():
             pytest.skip("there is a GPU")

@@ -21,6 +21,13 @@ namespace tpw {
 
 __device__ __forceinline__ void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// The thread's number, anew for each step: what is worked out from it isn't kept, or spilled, over all steps of a CTA.
+__device__ __forceinline__ int own_thread() {
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
 // Whether a key's score is above a limit.
 __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return key != 0 && key_value(key) > limit; }
 
@@ -37,7 +44,7 @@ struct Chase {
 
     __device__ __forceinline__ Chase(const CertifyParams& p, const ChaseSmem& s, const Exchange& watch, const RowState& row, int batch_row, int step, int member)
         : p(p), s(s), watch(watch), row(row), scoring{row.temperature, row.inverse_temperature}, batch_row(batch_row), step(step), member(member),
-          thread(threadIdx.x), lane(threadIdx.x % kWarpSize), warp(threadIdx.x / kWarpSize) {}
+          thread(own_thread()), lane(thread % kWarpSize), warp(thread / kWarpSize) {}
 
     // Of the team: who tells the next step what this one is likely to end with, and who finds this step's token. That one comes last,
     // as it waits for all others.

@@ -30,11 +30,6 @@ __device__ __forceinline__ void bulk_load(void* target, const void* source, uint
                  : "memory");
 }
 
-// Into L2. Address and size as above.
-__device__ __forceinline__ void bulk_prefetch(const void* source, uint32_t bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes) : "memory");
-}
-
 // From shared memory into global memory, a peer's too. Addresses and size as above. Part of this thread's next group.
 __device__ __forceinline__ void bulk_store(void* target, const void* source, uint32_t bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(target)), "r"(shared_address(source)), "r"(bytes)

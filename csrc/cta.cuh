@@ -6,7 +6,7 @@
 //
 // Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
 // warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass
-// multiplies; 4 is wide, see multiply_wide.cuh), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request),
+// multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request),
 // TPW_ROUNDING, TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
@@ -166,20 +166,6 @@ __device__ constexpr int entry_warp(int entry) { return entry / kWarpEntries; }
 
 #else
 
-// Two rows in turn, the first one even, as add_pair wants them: which bytes make a word of each, so that those that aren't there
-// take no instructions of every value.
-struct RowPair {
-    uint32_t places;  // 0xffff - row of each
-    uint32_t low, high;
-
-    __device__ __forceinline__ RowPair(int row, const Cta& cta) {
-        const bool exists = row < cta.rows;
-        places = exists ? 0xfffeffffu - row * 0x10001u : static_cast<uint32_t>(kNothing);
-        low = exists ? 0x1054 : 0x7654;
-        high = row + 1 < cta.rows ? 0x3276 : low;
-    }
-};
-
 // A bf16 value and its row fit one word whose maximum is both: half the instructions a value, and one REDUX for the CTA.
 struct Best {
     int32_t packed = kNothing;
@@ -209,11 +195,6 @@ struct Best {
         }
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) packed = max(packed, max(low[i], high[i]));
-    }
-    __device__ __forceinline__ void add_pair(uint32_t values, const RowPair& rows) {
-        const uint32_t order = ordered_pair(values);
-        const int32_t low = __byte_perm(order, rows.places, rows.low), high = __byte_perm(order, rows.places, rows.high);
-        packed = max(packed, max(low, high));
     }
 
     // The half that was dropped of an ordered bf16: that of ordered(), all ones below zero.
@@ -251,7 +232,7 @@ struct __align__(16) Control {
     uint64_t expiry;
     uint64_t collected[kServiceWarps];  // posts: each service warp's best
     int32_t failed;
-    float u_scale[2][TPW_INT8 ? kRequests : 1];
+    float u_scale[2][kRequests];
 };
 static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
 
@@ -265,7 +246,7 @@ constexpr int kStagedRounds = (kStagedTiles + kRoundTiles - 1) / kRoundTiles;
 struct Smem {
     unsigned char* weights;  // [smem tile]
     unsigned char* u;        // [2][column group]
-    unsigned char* base;     // [2][request] staged base logits, kBaseStageBytes each; wide: where they lie
+    unsigned char* base;     // [2][request] staged base logits, kBaseStageBytes each
     float4* noise;           // [round][lane request][multiply thread], approximate; of the next pass alone
     Best* best;              // [2][request][kBestStride]
     float* row_scales;       // [rows]
@@ -347,25 +328,15 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
-// Wide kernels have no room for them: there the multiply warps read them where they lie, and this says where, and brings them into
-// L2. Of requests that aren't there it names the last one's.
-//
 // By one warp, once the buffer's last readers have arrived at a barrier that this warp has waited for.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    static_assert(kRequests <= kWarpSize, "a lane a request");
+    static_assert(kRequests <= kWarpSize && kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
-    const int of = pass.first_row + min(cta.lane, pass.requests - 1);
+    const int of = pass.first_row + min(cta.lane, pass.requests - 1);  // no lane reads past the end of batch_rows
     const BaseLogit* row = base_logits(p, cta, of, pass.step);
     const uint32_t shift = base_shift(p, cta, of, pass.step);
     const bool copies = cta.lane < pass.requests && cta.rows > 0;
     const uint32_t bytes = copies ? (shift + cta.rows * sizeof(BaseLogit) + 15) & ~15u : 0;
-    if constexpr (kWide) {
-        reinterpret_cast<const BaseLogit**>(s.base)[pass.buffer() * kRequests + cta.lane] = row;
-        if (copies) bulk_prefetch(reinterpret_cast<const unsigned char*>(row) - shift, bytes);
-        __syncwarp();
-        if (cta.lane == 0) mbarrier_arrive(arrived);
-        return;
-    }
     const uint32_t all_bytes = __reduce_add_sync(kFullWarp, bytes);
     if (cta.lane == 0) mbarrier_expect(arrived, all_bytes);
     __syncwarp();
@@ -373,7 +344,7 @@ __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, c
         bulk_load(s.base + (pass.buffer() * kRequests + cta.lane) * kBaseStageBytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
 }
 
-// The staged base logit of the CTA's first row, of request `request` of the pass. Not of wide kernels.
+// The staged base logit of the CTA's first row, of request `request` of the pass.
 __device__ __forceinline__ BaseLogit* staged_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request) {
     const uint32_t shift = base_shift(p, cta, pass.first_row + request, pass.step);
     return reinterpret_cast<BaseLogit*>(s.base + (pass.buffer() * kRequests + request) * kBaseStageBytes + shift);

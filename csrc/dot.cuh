@@ -5,9 +5,6 @@
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
 //   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
 //            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow())
-// Wide, tp_bf16 multiplies 32 columns by wgmma (wgmma.cuh) instead. That its sums are those of mma.m16n8k16 to the bit no manual
-// says: it was measured on an H200, 173 million sums of data of ten kinds (spread exponents, cancellation, denormals, overflow, NaN,
-// ties), and the GPU tests compare the tokens of both kernels.
 #pragma once
 
 #include "score.cuh"
@@ -84,15 +81,10 @@ struct Dot {
 constexpr bool kQuadsShare = TPW_INT8 && TPW_NARROW;
 constexpr int kSteps = TPW_RANK / Dot::kStepK;
 constexpr int kColumns = 8;
-// A pass of 32 requests, multiplied by wgmma, 8 requests a group of columns.
-constexpr bool kWide = TPW_COLUMN_GROUPS == 4;
-static_assert(!kWide || (!TPW_INT8 && !TPW_NARROW), "written for bf16 alone so far");
 constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment));
 // A column of u, then 32 bytes that shift the banks: the lanes of a B fragment (8 columns x 4 words x 8 bytes) meet no conflict.
 constexpr int kColumnBytes = TPW_RANK * Dot::kBytesPerElement + 32;
-// Wide: core matrices of 8 columns x 16 bytes, and 16 bytes that shift the banks, as a lane stores 16 bytes of each.
-constexpr int kMatrixBytes = 8 * 16, kUMatrixBytes = kMatrixBytes + 16;
-constexpr int kUBytes = kWide ? TPW_RANK * Dot::kBytesPerElement / 16 * kUMatrixBytes : kColumns * kColumnBytes;  // of one group of columns
+constexpr int kUBytes = kColumns * kColumnBytes;  // of one group of columns
 
 // Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
 // its words (a broadcast, free), and what they compute is never looked at. Of a single request in int8 all columns have planes.
@@ -125,11 +117,6 @@ struct URow {
             *reinterpret_cast<uint4*>(u + (2 * request + at / TPW_RANK) * kColumnBytes + at % TPW_RANK) = words[v];
         }
 #else
-        if constexpr (kWide) {
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) *reinterpret_cast<uint4*>(u + (v * kWarpSize + lane) * kUMatrixBytes + request * 16) = words[v];
-            return;
-        }
         // Of one k step a lane's words hold the first or the second half of the k range; a B fragment pairs words of both.
         unsigned char* column = u + request * (kColumns / Dot::kRequests) * kColumnBytes;
 #pragma unroll

@@ -8,12 +8,7 @@
 #include "exchange.cuh"
 #include "logits.cuh"
 #include "lse.cuh"
-#if TPW_COLUMN_GROUPS == 4
-#include "multiply_wide.cuh"
-#else
 #include "multiply.cuh"
-#endif
-#include "wgmma.cuh"
 
 namespace tpw {
 
@@ -50,9 +45,6 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         }
     }
     __syncthreads();
-#if TPW_COLUMN_GROUPS == 4
-    load_core_matrices(p, s, cta, has_passes(p, cta, first_step));
-#endif
     const Passes passes(cta.batch, p.gamma, first_step);
     const auto draw = [&](int index) {
         if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
@@ -70,8 +62,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         if constexpr (!kQuadsShare) alive = await_u();
         if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
         mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-        // Not all warps of a wide kernel, who multiply together, may have seen the same of a failure.
-        if (kWide || alive) multiply(p, s, cta, pass, weights, mine, await_u);
+        if (alive) multiply(p, s, cta, pass, weights, mine, await_u);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
         // Not before the others know of this pass: all wait for that, and draws would take its issue slots.
@@ -85,10 +76,10 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
 // By one thread, before anything else: W2's other tiles are on their way into shared memory, and the barriers exist.
 __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Smem& s, const Cta& cta, int first_step) {
     // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
-    const int tiles = has_passes(p, cta, first_step) && !kWide ? kSmemTiles : 0;
+    const int tiles = has_passes(p, cta, first_step) ? kSmemTiles : 0;
     uint64_t* arrived = &s.control->weights_arrived;
-    mbarrier_init(arrived, kWide ? kMultiplyWarps : 1);
-    if (!kWide) mbarrier_expect(arrived, tiles * kTileBytes);
+    mbarrier_init(arrived, 1);
+    mbarrier_expect(arrived, tiles * kTileBytes);
     const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * kTilesPerCta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
     if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
 #pragma unroll
@@ -154,18 +145,14 @@ struct Service {
             return;
         }
         if (!alive) return;
-        // Lane i * kAgreeingRanks + rank waits for that rank's word of the warp's i-th row, of as many as have lanes.
-        constexpr int kRows = kWarpRequests * kAgreeingRanks > kWarpSize ? kWarpSize / kAgreeingRanks : kWarpRequests;
-#pragma unroll 1
-        for (int first = 0; first < kWarpRequests; first += kRows) {
-            const int request = warp + kServiceWarps * (first + lane / kAgreeingRanks);
-            const bool active = lane < kRows * kAgreeingRanks && request < pass.requests;
-            const int row = pass.first_row + (active ? request : 0);
-            if (!exchange.receive(lane, active, pass.step, row, s.rows[row].previous, key)) return fail();
-            const u64 word = key;
-            key = Settle<kAgreeingRanks>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
-            if (active && lane % kAgreeingRanks == 0) accept(pass, row, key);
-        }
+        // Lane i * kAgreeingRanks + rank waits for that rank's word of the warp's i-th row.
+        const int request = warp + kServiceWarps * (lane / kAgreeingRanks);
+        const bool active = lane < kWarpRequests * kAgreeingRanks && request < pass.requests;
+        const int row = pass.first_row + (active ? request : 0);
+        if (!exchange.receive(lane, active, pass.step, row, s.rows[row].previous, key)) return fail();
+        const u64 word = key;
+        key = Settle<kAgreeingRanks>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
+        if (active && lane % kAgreeingRanks == 0) accept(pass, row, key);
     }
 
     // The best of all CTAs' posts, or 0 after a failure. Each warp waits for its share of them. All meet, whatever they have seen of a
@@ -229,10 +216,9 @@ struct Service {
         for (int i = 0; i < kWarpRequests; ++i) {
             const int request = cta.warp + kServiceWarps * i;
             if (request < pass.requests)
-                u[i].store(s.u + (pass.buffer() * kColumnGroups + request / Dot::kRequests) * kUBytes,
-                           TPW_INT8 ? &s.control->u_scale[pass.buffer()][request] : nullptr, request % Dot::kRequests, cta.lane);
+                u[i].store(s.u + (pass.buffer() * kColumnGroups + request / Dot::kRequests) * kUBytes, &s.control->u_scale[pass.buffer()][request],
+                           request % Dot::kRequests, cta.lane);
         }
-        if (kWide) fence_before_wgmma();
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
     }

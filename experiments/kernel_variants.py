@@ -197,13 +197,6 @@ _NARROW_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, 0);
     for (int j = 0; j < 4; ++j) alone[j] = product(seed, 16 * kTurns + j);
 """
 
-_WIDE_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, kSlot);
-#pragma unroll
-    for (int group = 0; group < kColumnGroups; ++group)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) acc[group][j] = product(seed, group * 4 + j);
-"""
-
 # Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested. The whole warp adds
 # rows, as `add` has a __syncwarp(), and the first lane of a request wins.
 _BEST_ROW = """    if (cta.warp == 0) {
@@ -246,15 +239,6 @@ _KEEP_NARROW_PRODUCTS = """        uint32_t mixed = 0;
 #pragma unroll
             for (int j = 0; j < 4; ++j) mixed ^= static_cast<uint32_t>(of_rows[i][j]);
         keep(s, mixed);
-"""
-
-_KEEP_WIDE_PRODUCTS = """        uint32_t mixed = 0;
-#pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) mixed ^= __float_as_uint(acc[group][j]);
-        keep(s, mixed);
-        return;
 """
 
 _KNOWN_WORD = """    // What all CTAs take for the winner of a row's step.
@@ -310,16 +294,13 @@ _ZERO_TILE = """        if (kSmemTiles > 0)
                 reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
 """
 
+_MULTIPLY = "multiply.cuh"
 
-# The dot products of a chunk, or slot, by themselves know neither.
-def _know_the_pass(file: str) -> tuple[Edit, Edit]:
-    return (
-        Edit(file, r"void dot_products\(", r"\g<0>const WalkParams& p, const Pass& pass, "),
-        Edit(file, r"dot_products<[^>]*>\(", r"\g<0>p, pass, "),
-    )
-
-
-_MULTIPLY, _WIDE = "multiply.cuh", "multiply_wide.cuh"
+# The dot products of a chunk by themselves know neither.
+_KNOW_THE_PASS = (
+    Edit(_MULTIPLY, r"void dot_products\(", r"\g<0>const WalkParams& p, const Pass& pass, "),
+    Edit(_MULTIPLY, r"dot_products<[^>]*>\(", r"\g<0>p, pass, "),
+)
 
 PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
     "no dot products",
@@ -332,11 +313,8 @@ PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
 )
 LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     PRODUCTS: (
-        *_know_the_pass(_MULTIPLY),
-        *_know_the_pass(_WIDE),
+        *_KNOW_THE_PASS,
         Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, (_KEEP + _PRODUCT) + r"\g<0>"),
-        Edit(_WIDE, _ADDED_TO_MULTIPLY, (_KEEP + _PRODUCT) + r"\g<0>"),
-        Edit(_WIDE, r"    constexpr uint64_t kStep(?s:.*?)    wgmma_commit\(\);\n", _WIDE_PRODUCTS),
         Edit(
             _MULTIPLY,
             r"    // What k step `k` needs(?s:.*?)        __syncwarp\(\);\n    \}\n",
@@ -356,12 +334,6 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     ),
     ROWS: (
         Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
-        Edit(_WIDE, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
-        Edit(_WIDE, r"const int first = row & ~3;", "const int first = kStagedRows;"),
-        Edit(_WIDE, r"void add\([^{]*\{\n", r"\g<0>" + _KEEP_WIDE_PRODUCTS),
-        Edit(_WIDE, r"void add\(", r"\g<0>const Smem& s, "),
-        Edit(_WIDE, r"mine\.add\(", r"\g<0>s, "),
-        Edit(_WIDE, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
         Edit(_MULTIPLY, r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
         Edit(_MULTIPLY, r" +mine\.add_all<kTurns, [^\n]*\n", _KEEP_NARROW_PRODUCTS),
         Edit(_MULTIPLY, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
@@ -394,13 +366,11 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_MULTIPLY, r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
     ),
     W2: (
-        *_know_the_pass(_MULTIPLY),
+        *_KNOW_THE_PASS,
         Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
         Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),
-        Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\)[^;]*;", r"\g<1>0;"),
-        Edit(_WIDE, _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
-        Edit(_WIDE, r"a\[i\] = load_weights\([^;]*;", "a[i] = make_uint4(0, 0, 0, 0);"),
+        Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\) \? kSmemTiles : 0;", r"\g<1>0;"),
         Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
         Edit(_MULTIPLY, r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"),
         # A factor that is 0 and that the compiler doesn't know, or one load would serve several tiles.
@@ -411,7 +381,6 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     ),
     STEPS: (
         Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
-        Edit(_WIDE, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
         Edit(
             "walk.cu",
             r"    draw\(0\);\n",

@@ -50,7 +50,6 @@ DEADLINE_NS = 60 * 10**9
         ("tp_bf16", EXCHANGE, 20, False),
         *(("int8", name, 1, True) for name in LEFT_OUT),
         *(("int8", name, 1, False) for name in LEFT_OUT if name != NOISE),
-        *(("tp_bf16", name, 56, False) for name in LEFT_OUT if name != NOISE),  # by wgmma
     ],
 )
 def test_a_build_without_a_part_ends(

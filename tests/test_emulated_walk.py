@@ -228,20 +228,6 @@ CASES = {
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
     "greedy-four-passes": Case(tp(2, 2, logits="none", lse=False), 1003, 64, sampled=False),
-    # By wgmma, two passes of 32: tiles in registers alone; one of shared memory beside one of registers; a third slot
-    # that some warps have; slots of one warpgroup and of both; three slots of shared memory; a single pass.
-    "wgmma-one-tile": Case(tp(1, 4, logits="none", lse=False), 203, 49, sampled=False),
-    "wgmma-nine-tiles": Case(tp(2, 1, logits="none", lse=False, base="aligned"), 272, 64, sampled=False, draft=True),
-    "wgmma-third-slot": Case(tp(1, 1, logits="none", lse=False, base="aligned"), 290, 50, sampled=False),
-    "wgmma-warpgroups": Case(tp(1, 1, logits="none", lse=False), 430, 51, sampled=False, rounding="once"),
-    "wgmma-slots": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1148, 64, gamma=4, sampled=False),
-    "wgmma-unaligned": Case(tp(2, 1, logits="none", lse=False, base="sharded", valid=43), 1151, 55, sampled=False),
-    "wgmma-empty-shard": Case(
-        tp(2, 3, logits="none", lse=False, shards=(Shard(0, 0), Shard(0, 331))), 331, 52, gamma=2, sampled=False
-    ),
-    "wgmma-one-pass": Case(
-        tp(2, 2, logits="none", lse=False, base="aligned", max_batch=64, valid=20), 640, 49, sampled=False
-    ),
     "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
     # More CTAs than a warp has lanes.
     "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),

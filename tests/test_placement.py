@@ -11,7 +11,6 @@ import torch
 from host_build import build, needs_compiler
 
 from tp_walk import jit, kernels
-from tp_walk.errors import PlanUnavailableError
 from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, MULTIPLY_WARPS, TILE_ROWS, place, row_order
 from tp_walk.precompile import HOPPER
 
@@ -48,23 +47,18 @@ def test_a_lanes_rows_are_consecutive(tiles: int) -> None:
 def test_a_register_tile_beyond_the_first_is_every_warps(int8: bool, markov_rank: int) -> None:
     """The kernel pairs register tiles without a look at the CTA's tiles."""
     for tiles, columns in itertools.product(range(1, 81), INT8_COLUMNS if int8 else BF16_COLUMNS):
-        try:
-            placed = place(
-                int8=int8,
-                markov_rank=markov_rank,
-                rows=tiles * TILE_ROWS,
-                max_batch=64,
-                num_sms=1,
-                shared_limit=HOPPER.shared_limit,
-                sampled=False,
-                base_bytes=2,
-                rounding="engine",
-                columns=columns,
-            )
-        except PlanUnavailableError:
-            assert columns.wide  # it would have to stream some
-            continue
-        assert not (columns.wide and placed.streamed_tiles)
+        placed = place(
+            int8=int8,
+            markov_rank=markov_rank,
+            rows=tiles * TILE_ROWS,
+            max_batch=64,
+            num_sms=1,
+            shared_limit=HOPPER.shared_limit,
+            sampled=False,
+            base_bytes=2,
+            rounding="engine",
+            columns=columns,
+        )
         assert placed.tiles_per_cta == tiles
         assert placed.reg_tiles == 1 or placed.reg_tiles * MULTIPLY_WARPS <= tiles
 

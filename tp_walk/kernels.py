@@ -170,8 +170,6 @@ def specialisations(
             continue
         for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch, sampled))):
             assert columns is not None
-            if columns.wide and (base_fp32 or rounding == "none" or markov_rank != 256 or logits != "none"):
-                break  # what csrc/multiply_wide.cuh is written for
             try:
                 placement = place(
                     int8=int8,
@@ -197,7 +195,7 @@ def specialisations(
 
 def column_uses(int8: bool, max_batch: int, sampled: bool) -> list[ColumnUse]:
     """Those that batches of up to max_batch want, each serving larger batches than the one before."""
-    uses = INT8_COLUMNS if int8 else tuple(use for use in BF16_COLUMNS if not (use.wide and sampled))
+    uses = INT8_COLUMNS if int8 else BF16_COLUMNS
     enough = next((i for i, use in enumerate(uses) if serves(int8, use, sampled) >= max_batch), len(uses) - 1)
     return list(uses[: enough + 1])
 

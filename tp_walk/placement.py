@@ -40,16 +40,11 @@ class ColumnUse:
     groups: int
     narrow: bool
 
-    @property
-    def wide(self) -> bool:
-        """Multiplied by wgmma: csrc/multiply_wide.cuh."""
-        return self.groups == 4
-
 
 # Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
 # int8 has a second plane of u in the other column anyway, and a narrow kernel for a single request, whose rows more
 # lanes share. `serves` says which batches each is for.
-BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False), ColumnUse(4, False))
+BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
 INT8_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
 
 
@@ -97,18 +92,11 @@ def requests_of(int8: bool, columns: ColumnUse) -> int:
 def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
     """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
 
-    But the wide kernel of tp_bf16 is for 49 requests and more: 64 took 98.2 µs in four passes of 16 and 92.7 in two
-    of 32; 48 took 89.9 in two, and are reckoned at 77 in three of 16 (γ = 7; V = 75,968 on one H200).
-
     But a narrow kernel of int8 has one alone, and a narrow greedy kernel of tp_bf16 is for one. It took 44.1 µs for
     one, 51.0 for two and 52.6 for four, the kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1;
     V = 151,936 on two H200s). Sampled it pays: 56.5 and 58.8 for two and four against 69.3 for eight.
     """
-    if columns.narrow and (int8 or not sampled):
-        return 1
-    if not int8 and columns.groups == 2:
-        return 48
-    return 2 * requests_of(int8, columns) if columns.wide else requests_of(int8, columns)
+    return 1 if columns.narrow and (int8 or not sampled) else requests_of(int8, columns)
 
 
 def place(
@@ -133,8 +121,7 @@ def place(
         base_bytes: of a base logit, 2 or 4.
 
     Raises:
-        PlanUnavailableError: an r that the kernels don't hold, or no room for the staging buffers, or of a wide kernel
-            for all of W2.
+        PlanUnavailableError: an r that the kernels don't hold, or no room for the staging buffers.
     """
     if markov_rank not in (256, 512):
         raise PlanUnavailableError(
@@ -156,15 +143,11 @@ def place(
     lane_requests = 1 if int8 or columns.narrow else 2
     base_stage_bytes = cta_rows * base_bytes + 16
     base_stage_bytes += (32 // lane_requests - base_stage_bytes) % LINE_BYTES
-    u_bytes = COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
-    if columns.wide:
-        base_stage_bytes = 8  # where they lie
-        u_bytes = markov_rank * 2 // 16 * (COLUMNS * 16 + 16)
     # What each of a warp's row groups, or each warp, leaves of a request: kBestEntries of `Best`, and a pad of two.
     best_entry = 12 if sampled else 8 if rounding == "none" else 4
     best_bytes = (MULTIPLY_WARPS * (8 if best_entry == 4 or requests <= 4 else 1) + 2) * best_entry
     staging = (
-        2 * columns.groups * u_bytes
+        2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
         + 2 * requests * base_stage_bytes
         + (rounds * lane_requests * MULTIPLY_WARPS * WARP_SIZE * 16 if sampled and columns.groups == 1 else 0)
         + 2 * requests * best_bytes
@@ -177,10 +160,7 @@ def place(
             f"{rows} rows of W2 on {num_sms} SMs need {staging} bytes of staging buffers each, of {shared_limit}; "
             f"split W2 over more GPUs, or use plan reference"
         )
-    other_tiles = max(0, tiles_per_cta - reg_tiles * MULTIPLY_WARPS)
-    smem_tiles = min(other_tiles, (shared_limit - staging) // tile_bytes)
-    if columns.wide and smem_tiles < other_tiles:
-        raise PlanUnavailableError("a wide kernel streams no tiles")
+    smem_tiles = min(max(0, tiles_per_cta - reg_tiles * MULTIPLY_WARPS), (shared_limit - staging) // tile_bytes)
     return Placement(
         int8=int8,
         markov_rank=markov_rank,

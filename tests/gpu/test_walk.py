@@ -169,7 +169,7 @@ def _same_bits_in_every_batch_and_slot(vocab_size: int, world: int, plan: str) -
             )
             assert_same(out.tokens, whole.tokens[rows], (plan, batch, noise.rows is None))
             assert_same(out.logits, whole.logits[rows], (plan, batch, noise.rows is None))
-    # Tokens alone have kernels of their own, in tp_bf16 by other instructions (csrc/multiply_wide.cuh).
+    # Tokens alone have kernels of their own.
     for batch in (49, 64):
         reported = here_is.walk(batch, gamma, plan, logits="local").tokens
         assert_same(here_is.walk(batch, gamma, plan).tokens, reported, (plan, batch, "greedy"))

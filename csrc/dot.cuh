@@ -4,7 +4,7 @@
 // tile, the batch or the placement, because a column of an MMA sees neither its neighbours nor the rows beside it.
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
 //   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
-//            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow())
+//            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
 #pragma once
 
 #include "score.cuh"

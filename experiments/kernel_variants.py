@@ -160,7 +160,6 @@ __device__ __forceinline__ void keep(const Smem& s, const Fragment (&weights)[kR
 }
 
 """
-_ADDED_TO_MULTIPLY = re.escape("// ---- from dot products to the best row ")
 _FIRST_WAIT = r" +if \(index == 0\) mbarrier_wait\(&s.control->weights_arrived, 0\);\n"
 
 _PRODUCT = """
@@ -294,7 +293,8 @@ _ZERO_TILE = """        if (kSmemTiles > 0)
                 reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
 """
 
-_MULTIPLY = "multiply.cuh"
+_LANES, _NARROW, _MULTIPLY = "lane_requests.cuh", "multiply_narrow.cuh", "multiply.cuh"  # each includes the one before
+_BEGIN = r"\nnamespace tpw \{\n"  # of a file's code
 
 # The dot products of a chunk by themselves know neither.
 _KNOW_THE_PASS = (
@@ -314,7 +314,7 @@ PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
 LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     PRODUCTS: (
         *_KNOW_THE_PASS,
-        Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, (_KEEP + _PRODUCT) + r"\g<0>"),
+        Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP + _PRODUCT),
         Edit(
             _MULTIPLY,
             r"    // What k step `k` needs(?s:.*?)        __syncwarp\(\);\n    \}\n",
@@ -326,16 +326,16 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
             _PRODUCTS.format(slot="shared_slot", tiles="1"),
         ),
         Edit(
-            _MULTIPLY,
+            _NARROW,
             r"#pragma unroll\n    for \(int k = 0; [^\n]*\n        const Operands now = ahead;\n(?s:.*?)\n    \}\n",
             _NARROW_PRODUCTS,
         ),
         Edit("walk.cu", _FIRST_WAIT, r"\g<0>        if (index == 0) keep(s, weights);" + "\n"),
     ),
     ROWS: (
-        Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
-        Edit(_MULTIPLY, r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
-        Edit(_MULTIPLY, r" +mine\.add_all<kTurns, [^\n]*\n", _KEEP_NARROW_PRODUCTS),
+        Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP),
+        Edit(_LANES, r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
+        Edit(_NARROW, r" +mine\.add_all<kTurns, [^\n]*\n", _KEEP_NARROW_PRODUCTS),
         Edit(_MULTIPLY, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
     ),
     EXCHANGE: (
@@ -363,11 +363,11 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     ),
     NOISE: (
         Edit("cta.cuh", r"void draw_noise\([^)]*\) \{\n", r"\g<0>    return;" + "\n"),
-        Edit(_MULTIPLY, r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
+        Edit(_LANES, r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
     ),
     W2: (
         *_KNOW_THE_PASS,
-        Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _ZEROS + r"\g<0>"),
+        Edit(_LANES, _BEGIN, r"\g<0>" + _ZEROS),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
         Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),
         Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\) \? kSmemTiles : 0;", r"\g<1>0;"),
@@ -376,11 +376,11 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         # A factor that is 0 and that the compiler doesn't know, or one load would serve several tiles.
         Edit(_MULTIPLY, r"\(i - kReg\) \* kMultiplyWarps \* kSteps", "(i - kReg) * (p.shares - 1)"),
         # The same of one request in int8.
-        Edit(_MULTIPLY, r"s\.weights \+ cta\.warp \* kTileBytes", "s.weights"),
-        Edit(_MULTIPLY, r"\(i \* kMultiplyWarps \* kSteps \+ k\)", "(i * (p.shares - 1) + k)"),
+        Edit(_NARROW, r"s\.weights \+ cta\.warp \* kTileBytes", "s.weights"),
+        Edit(_NARROW, r"\(i \* kMultiplyWarps \* kSteps \+ k\)", "(i * (p.shares - 1) + k)"),
     ),
     STEPS: (
-        Edit(_MULTIPLY, _ADDED_TO_MULTIPLY, _KEEP + r"\g<0>"),
+        Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP),
         Edit(
             "walk.cu",
             r"    draw\(0\);\n",

@@ -328,20 +328,22 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
-// By one warp, once the buffer's last readers have arrived at a barrier that this warp has waited for.
-__device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) {
-    static_assert(kRequests <= kWarpSize && kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
+// Those of the requests share, share + kServiceWarps, ...: a warp starts its copies one after the other, and with 16 of them the
+// next u waited for its last. By one warp, once the buffer's last readers have arrived at a barrier that it has waited for.
+__device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int share) {
+    static_assert(kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
-    const int of = pass.first_row + min(cta.lane, pass.requests - 1);  // no lane reads past the end of batch_rows
+    const int request = share + kServiceWarps * cta.lane;
+    const int of = pass.first_row + min(request, pass.requests - 1);  // no lane reads past the end of batch_rows
     const BaseLogit* row = base_logits(p, cta, of, pass.step);
     const uint32_t shift = base_shift(p, cta, of, pass.step);
-    const bool copies = cta.lane < pass.requests && cta.rows > 0;
+    const bool copies = request < pass.requests && cta.rows > 0;
     const uint32_t bytes = copies ? (shift + cta.rows * sizeof(BaseLogit) + 15) & ~15u : 0;
     const uint32_t all_bytes = __reduce_add_sync(kFullWarp, bytes);
     if (cta.lane == 0) mbarrier_expect(arrived, all_bytes);
     __syncwarp();
     if (copies)
-        bulk_load(s.base + (pass.buffer() * kRequests + cta.lane) * kBaseStageBytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
+        bulk_load(s.base + (pass.buffer() * kRequests + request) * kBaseStageBytes, reinterpret_cast<const unsigned char*>(row) - shift, bytes, arrived);
 }
 
 // The staged base logit of the CTA's first row, of request `request` of the pass.

@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Sme
     if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
-        mbarrier_init(&s.control->base_arrived[buffer], 1);
+        mbarrier_init(&s.control->base_arrived[buffer], kServiceWarps);
         mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
         mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
         mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
@@ -116,7 +116,9 @@ struct Service {
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
-            for (int index = 0; index < min(2, passes.count); ++index) stage_base(p, s, cta, passes.at(index));
+            for (int index = 0; index < min(2, passes.count); ++index)
+#pragma unroll 1
+                for (int share = 0; share < kServiceWarps; ++share) stage_base(p, s, cta, passes.at(index), share);
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
         load_rows(p, s, cta, passes.first_step, thread);
@@ -283,11 +285,11 @@ struct Service {
                 }
             }
             // The buffer's base logits, and the logits in their place, have been read by all.
+            if constexpr (kLogits) await_bulk_reads();
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
-            if (cta.warp == kServiceWarps - 1 && index + 2 < passes.count) {
-                if constexpr (kLogits) await_bulk_reads();
+            if (index + 2 < passes.count) {
                 fence_before_bulk_copies();
-                stage_base(p, s, cta, passes.at(index + 2));
+                stage_base(p, s, cta, passes.at(index + 2), kServiceWarps - 1 - warp);  // a single request isn't the first warp's, who has its token
             }
             if (index + lead() >= passes.count) continue;
             const Pass next = passes.at(index + lead());

@@ -47,7 +47,7 @@ INSTRUCTIONS = {
     "ld.global.nc": "f = *address;",
     "cp.async.cg": "std::memcpy(target, source, 16);",
     "mbarrier.init": "emulate_mbarrier_init(barrier, arrivals);",
-    "mbarrier.arrive.expect_tx": "emulate_mbarrier_pay(barrier, bytes);",
+    "mbarrier.arrive.expect_tx": "emulate_mbarrier_expect(barrier, bytes);",
     "mbarrier.arrive.shared": "emulate_mbarrier_arrive(barrier);",
     "cp.async.bulk.shared": "emulate_bulk_load(target, source, bytes, barrier);",
     "cp.async.bulk.global": "emulate_bulk_store(target, source, bytes);",

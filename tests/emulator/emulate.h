@@ -373,7 +373,7 @@ inline unsigned long long emulate_ns() {
     return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// An mbarrier's 8 bytes. The bytes of a copy are owed, or paid in advance, until the barrier expects them.
+// An mbarrier's 8 bytes. Its phase ends once all have arrived and no bytes are owed: copies may pay before they are expected.
 struct Mbarrier {
     unsigned short pending, arrivals;
     unsigned phase;
@@ -384,19 +384,19 @@ inline void emulate_mbarrier_init(void* barrier, int arrivals) {
     const Mbarrier made{static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0};
     std::memcpy(barrier, &made, sizeof made);
 }
-inline void emulate_mbarrier_arrive(void* barrier) {
+inline void count_mbarrier(void* barrier, int arrivals, long bytes) {
     Mbarrier& it = *static_cast<Mbarrier*>(barrier);
-    if (--it.pending == 0) it.pending = it.arrivals, it.phase ^= 1;
+    it.pending -= arrivals;
+    if ((owed[barrier] += bytes) == 0 && it.pending == 0) it.pending = it.arrivals, it.phase ^= 1;
 }
-inline void emulate_mbarrier_pay(void* barrier, long bytes) {
-    if ((owed[barrier] += bytes) == 0) emulate_mbarrier_arrive(barrier);
-}
+inline void emulate_mbarrier_arrive(void* barrier) { count_mbarrier(barrier, 1, 0); }
+inline void emulate_mbarrier_expect(void* barrier, long bytes) { count_mbarrier(barrier, 1, bytes); }
 inline void emulate_mbarrier_wait(void* barrier, unsigned parity) { wait_while(static_cast<Mbarrier*>(barrier)->phase, parity); }
 
 // Bulk copies are made as late as they may be: loads once all threads have had a turn, stores when their thread waits for them.
 inline void land(const BulkCopy& load) {
     std::memcpy(load.target, load.source, load.bytes);
-    emulate_mbarrier_pay(load.barrier, -static_cast<long>(load.bytes));
+    count_mbarrier(load.barrier, 0, -static_cast<long>(load.bytes));
 }
 inline void emulate_bulk_load(void* target, const void* source, unsigned bytes, void* barrier) { loads.push_back({target, source, bytes, barrier}); }
 inline void emulate_bulk_store(void* target, const void* source, unsigned bytes) { running->stores.push_back({target, source, bytes}); }

@@ -56,7 +56,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
         "}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// Some warps of the CTA meet; barrier 0 is __syncthreads.
+// So many threads of the CTA meet, whole warps; barrier 0 is __syncthreads.
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 }  // namespace tpw

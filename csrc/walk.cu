@@ -12,7 +12,8 @@
 
 namespace tpw {
 
-constexpr int kServiceBarrier = 1;  // of named_barrier
+// Of named_barrier. The two kinds of warps come to the start by different instructions, as __syncthreads() isn't meant to be used.
+constexpr int kServiceBarrier = 1, kStartBarrier = 2;
 
 __device__ __forceinline__ int64_t target_id(const WalkParams& p, uint64_t key) {
     const uint32_t drafted = kCandidates ? candidate_id(key) : key_id(key);
@@ -44,7 +45,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
             for (int k = 0; k < kSteps; ++k) weights[i][k] = load_weights(cta_weights + tile * (kSteps * kWarpSize) + k * kWarpSize);
         }
     }
-    __syncthreads();
+    named_barrier(kStartBarrier, kThreads);
     const Passes passes(cta.batch, p.gamma, first_step);
     const auto draw = [&](int index) {
         if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
@@ -259,7 +260,7 @@ struct Service {
     // arrivals, barriers and copies, so that nobody waits for a warp that has left.
     __device__ __forceinline__ void run() {
         start();
-        __syncthreads();
+        named_barrier(kStartBarrier, kThreads);
         exchange.block = s.control->block;
         exchange.expiry = s.control->expiry;
         if (cta.warp == kServiceWarps - 1 && !open()) fail();

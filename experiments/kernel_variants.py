@@ -86,6 +86,9 @@ _STEP_PARITY = r"\(step & 1\) \* TPW_\w+_STEP_STRIDE"
 _BLOCK_PARITY = r"u32\(block & 1\) \* TPW_\w+_BLOCK_STRIDE"
 _AWAIT_HEADER = "    u64 theirs = own;\n"
 
+# In production a warp's lanes meet, and the first one arrives for all: racecheck sees that it has, not the others.
+EACH_LANE_ARRIVES = "each lane arrives"
+
 VARIANTS: dict[str, tuple[Edit, ...]] = {
     "production": (),
     "stalled": (
@@ -94,6 +97,11 @@ VARIANTS: dict[str, tuple[Edit, ...]] = {
         Edit("exchange.cuh", _PUBLISH, _stall("row + 1") + r"\g<0>"),
     ),
     "delays": _DELAYS,
+    EACH_LANE_ARRIVES: (
+        Edit("walk.cu", r"if \((cta\.)?lane == 0\) (mbarrier_arrive\()", r"\g<2>"),
+        Edit("walk.cu", r"(u_ready|contributed)(\[buffer\], )kServiceWarps", r"\g<1>\g<2>kServiceThreads"),
+        Edit("walk.cu", r"(best_ready\[buffer\], kMultiplyWarps)", r"\g<1> * kWarpSize"),
+    ),
 }
 
 # Each without a rule that the protocol needs, and with delays that give the consequences a chance.

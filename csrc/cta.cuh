@@ -214,11 +214,11 @@ constexpr int kBestStride = kBestEntries / (kQuadsShare ? 4 : 1) + 2;
 
 // A row of the batch as the block needs it, read once. The noise offset above all: CTA 0 advances it at the end.
 struct __align__(16) RowState {
-    uint32_t previous;  // the token before the step
     uint32_t key0, key1, offset;
     uint32_t slot;
     float inverse_temperature;  // negative is greedy; of an infinite temperature it is 0
     float temperature;  // effective: 0 is greedy
+    uint32_t previous;  // the token before the step, which alone changes: not among the 16 bytes that those who draw load at once
     uint32_t unused;
 };
 

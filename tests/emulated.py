@@ -54,6 +54,7 @@ INSTRUCTIONS = {
     "cp.async.bulk.wait": "emulate_await_bulk_stores();",
     "mbarrier.try_wait": "emulate_mbarrier_wait(barrier, parity);",
     "bar.sync": "emulate_named_barrier(id, threads);",
+    "bar.arrive": "emulate_named_barrier_arrive(id, threads);",
     # Of experiments/kernel_variants.py.
     "st.shared.u32": "s.rows[0].unused = mixed;",
     "ld.volatile.shared": "f = reinterpret_cast<uint4*>(s.best)[cta.warp];",

@@ -186,6 +186,10 @@ inline unsigned char* emulate_shared() {
 
 inline void __syncthreads() { meet(*running->cta, running->cta->threads); }
 inline void emulate_named_barrier(int id, int threads) { meet(running->cta->named[id], threads); }
+inline void emulate_named_barrier_arrive(int id, int threads) {
+    Meeting& meeting = running->cta->named[id];
+    if (++meeting.arrived == threads) meeting.arrived = 0, ++meeting.turn;
+}
 inline int __syncthreads_or(int value) {
     EmulatedCta& cta = *running->cta;
     const unsigned turn = cta.turn;

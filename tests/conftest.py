@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import golden
 import pytest
 import torch
 from rank_pool import RankPool
@@ -30,9 +30,8 @@ def two_h200s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cases_dir() -> Path:
-    """The golden cases: `TP_WALK_CASES`, or `shared/cases` beside the repository; skips where there are none."""
-    repository = Path(__file__).resolve().parents[1]
-    folder = Path(os.environ.get("TP_WALK_CASES", repository.parent / "shared" / "cases"))
+    """The golden cases; skips where there are none."""
+    folder = golden.folder()
     if not folder.is_dir():
         pytest.skip(f"no golden cases at {folder} (TP_WALK_CASES names another folder)")
     return folder

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from golden import cases_for, load_check
 
 from tp_walk import reference
 
 PLANS = ("reference", "reference_int8")
-
-
-def load_check(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check", folder / "check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    check = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(check)
-    return check
-
-
-def cases_for(folder: Path, plan: str) -> list[Path]:
-    """bf16 and int8 cases have their own answers; the int8exact ones have the same in both."""
-    chosen = []
-    for path in sorted(folder.glob("*.npz")):
-        exact, int8 = "int8exact" in path.name, "int8" in path.name
-        if exact or int8 == (plan == "reference_int8"):
-            chosen.append(path)
-    return chosen
 
 
 def faults(folder: Path, plan: str, layout: str) -> dict[str, str]:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import golden
 import pytest
 import torch
 from rank_pool import RankPool
-from walk_lab import SHAPES
+from walk_lab import RANDOM_SEEDS, SHAPES, compile_ahead, random_problem, random_shape
 
 from tp_walk import precompile
 
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """Fills the cache with what SHAPES need: a process compiles one kernel at a time, and ranks would do it in turn."""
-    target = precompile.current_gpu()
     worlds = [1, 2] if torch.cuda.device_count() > 1 else [1]
-    jobs = {
-        (job.source, job.macros): job
-        for shape in SHAPES
-        for job in precompile.jobs(shape.vocab_size, shape.markov_rank, worlds, 64, shape.roundings, target)
-    }
-    precompile.compile_together(jobs.values(), target.arch)
+    shapes = {*SHAPES, *golden.shapes(golden.folder()), *(random_shape(random_problem(seed)) for seed in RANDOM_SEEDS)}
+    compile_ahead(shapes, worlds, precompile.current_gpu())
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from agreement import check_problem
-from oracle import make_problem
 from rank_pool import RankPool
-from walk_lab import PLANS_AND_WORLDS, QWEN3, SMALL, WORLDS, assert_same, definition, generator_of, here, lab, plans_of
+from walk_lab import (
+    PLANS_AND_WORLDS,
+    QWEN3,
+    RANDOM_MAX_BATCH,
+    RANDOM_SEEDS,
+    SMALL,
+    WORLDS,
+    assert_same,
+    definition,
+    generator_of,
+    here,
+    lab,
+    plans_of,
+    random_problem,
+)
 
 from tp_walk import MarkovHead, Noise, WalkOutput, WalkRuntime
 from tp_walk.noise import gumbel, random_bits
@@ -26,27 +38,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 def _agrees_with_the_oracle(plan: str, world: int) -> int:
     """Ties, NaNs, infinities, draft vocabularies, keys and offsets of their own: seeds choose."""
     rank, ranks, device = here()
-    seeds = range(12)[rank::ranks] if world == 1 else range(12)
+    seeds = RANDOM_SEEDS[rank::ranks] if world == 1 else RANDOM_SEEDS
     for seed in seeds:
-        rng = np.random.default_rng(seed)
-        problem = make_problem(
-            seed,
-            vocab=int(rng.integers(1, 700)),
-            rank=256,
-            batch=int(rng.integers(1, 12)),
-            gamma=int(rng.integers(1, 5)),
-            rounding=str(rng.choice(["engine", "once", "none"])),
-            draft=bool(rng.integers(2)),
-            sampled=seed % 4 > 0,
-            specials=bool(rng.integers(2)),
-        )
-        check_problem(problem, plan, device, ["full", "sharded"][seed % 2], alone=world == 1)
+        problem = random_problem(seed)
+        check_problem(problem, plan, device, ["full", "sharded"][seed % 2], world == 1, RANDOM_MAX_BATCH)
     return len(seeds)
 
 
 @pytest.mark.parametrize(("plan", "world"), PLANS_AND_WORLDS)
 def test_random_problems_agree_with_the_oracle(ranks: RankPool, world: int, plan: str) -> None:
-    assert sum(ranks(_agrees_with_the_oracle, plan, world)) >= 12
+    assert sum(ranks(_agrees_with_the_oracle, plan, world)) >= len(RANDOM_SEEDS)
 
 
 def _draws_by_key_and_offset(world: int) -> None:

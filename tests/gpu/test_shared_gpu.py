@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import golden
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool, outcome
 from test_walk import golden_faults
-from walk_lab import MAX_BATCH, QWEN3, SHAPES, SMALL, assert_same, head, here, inputs, lab, two_gpus
+from walk_lab import MAX_BATCH, QWEN3, SHAPES, SMALL, assert_same, compile_ahead, head, here, inputs, lab, two_gpus
 
 from tp_walk import Deadline, Noise, WalkOutput, WalkRuntime, WalkTimeout, precompile
 from tp_walk.group import WalkGroup
@@ -40,13 +41,8 @@ def sharers(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[RankPoo
     world, gpus = request.param
     target = precompile.current_gpu()
     target = replace(target, num_sms=target.num_sms // (world // gpus))
-    jobs = [
-        job
-        for shape in SHAPES
-        if shape.vocab_size < QWEN3
-        for job in precompile.jobs(shape.vocab_size, shape.markov_rank, [world], MAX_BATCH, shape.roundings, target)
-    ]
-    precompile.compile_together(jobs, target.arch)
+    small = [shape for shape in SHAPES if shape.vocab_size < QWEN3]
+    compile_ahead([*small, *golden.shapes(golden.folder())], [world], target)
     ranks(_test_links)  # while each GPU has one rank: a path's self-test has no patience with ranks that take turns
     environment = {"TP_WALK_TEST_RANKS_PER_GPU": str(world // gpus)}
     if gpus == 1:

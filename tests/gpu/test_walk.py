@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from golden import cases_for, load_check
 from rank_pool import RankPool
-from test_cases import cases_for, load_check
 from walk_lab import (
     BATCHES,
     PLANS,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from golden import Shape
+from oracle import Problem, make_problem
 
-from tp_walk import Deadline, MarkovHead, Noise, WalkOutput, WalkRuntime
+from tp_walk import Deadline, MarkovHead, Noise, WalkOutput, WalkRuntime, precompile
 from tp_walk.config import Rounding
 
 Weights = Literal["exact", "gauss"]
@@ -41,20 +44,58 @@ def plans_of(world: int) -> tuple[str, ...]:
     return PLANS if world == 1 else SPLIT_PLANS
 
 
-class Shape(NamedTuple):
-    """What kernels are compiled for ahead of the tests. Vocabularies of about the same size share theirs."""
-
-    vocab_size: int
-    markov_rank: int
-    roundings: Sequence[Rounding]
-
-
+# What kernels are compiled for ahead of the tests, besides the golden cases.
 SHAPES = (
-    Shape(SMALL, 256, ("engine", "once", "none")),
-    Shape(1500, 512, ("engine",)),
-    Shape(QWEN3, 256, ("engine",)),
-    Shape(QWEN35, 256, ("engine",)),
+    Shape(SMALL, 256, MAX_BATCH, "engine"),
+    Shape(SMALL, 256, MAX_BATCH, "once"),
+    Shape(SMALL, 256, MAX_BATCH, "none"),
+    Shape(1500, 512, MAX_BATCH, "engine"),
+    Shape(QWEN3, 256, MAX_BATCH, "engine"),
+    Shape(QWEN35, 256, MAX_BATCH, "engine"),
+    # Of single tests: of a life, of the exchange of base logits, of plan certified, of equal logits, of the timer.
+    Shape(SMALL, 256, 8, "engine"),
+    Shape(SMALL, 256, 9, "engine"),
+    Shape(SMALL, 256, 9, "none"),
+    Shape(SMALL, 256, 33, "engine"),
+    Shape(QWEN3, 256, 33, "engine"),
+    Shape(4099, 256, MAX_BATCH, "engine"),
+    Shape(4096, 256, 4, "engine"),
 )
+
+
+RANDOM_SEEDS, RANDOM_MAX_BATCH = range(12), 11
+
+
+def random_problem(seed: int) -> Problem:
+    """Of few shapes, whose kernels are compiled ahead; all else is the seed's."""
+    rng = np.random.default_rng(seed)
+    return make_problem(
+        seed,
+        vocab=(1, 333, 640)[seed % 3],
+        rank=256,
+        batch=int(rng.integers(1, RANDOM_MAX_BATCH + 1)),
+        gamma=int(rng.integers(1, 5)),
+        rounding=("engine", "once", "none")[seed // 4],
+        draft=bool(rng.integers(2)),
+        sampled=seed % 4 > 0,
+        specials=bool(rng.integers(2)),
+    )
+
+
+def random_shape(problem: Problem) -> Shape:
+    return Shape(problem.w2.shape[0], 256, RANDOM_MAX_BATCH, cast(Rounding, problem.rounding))
+
+
+def compile_ahead(shapes: Iterable[Shape], worlds: Sequence[int], target: precompile.Target) -> None:
+    """By all cores: a process compiles one kernel at a time, and ranks would do it in turn."""
+    jobs = {
+        (job.source, job.macros): job
+        for shape in shapes
+        for job in precompile.jobs(
+            shape.vocab_size, shape.markov_rank, worlds, shape.max_batch, [shape.rounding], target
+        )
+    }
+    precompile.compile_together(jobs.values(), target.arch)
 
 
 class Inputs(NamedTuple):

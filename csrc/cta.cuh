@@ -328,12 +328,16 @@ __device__ __forceinline__ uint32_t base_shift(const WalkParams& p, const Cta& c
     return (static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.base_logits)) + elements * static_cast<uint32_t>(sizeof(BaseLogit))) & 15u;
 }
 
-// Those of the requests share, share + kServiceWarps, ...: a warp starts its copies one after the other, and with 16 of them the
-// next u waited for its last. By one warp, once the buffer's last readers have arrived at a barrier that it has waited for.
+// A warp starts its copies one after the other. With several groups of requests the next u waits for the last of 16, so all service
+// warps share them; with one they have time, and are one warp's.
+constexpr int kStagingWarps = kColumnGroups > 1 ? kServiceWarps : 1;
+
+// Those of the requests share, share + kStagingWarps, ... By one warp, once the buffer's last readers have arrived at a barrier that
+// this warp has waited for.
 __device__ __forceinline__ void stage_base(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int share) {
-    static_assert(kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
+    static_assert(kRequests <= kWarpSize && kWarpRequests * kAgreeingRanks <= kWarpSize, "a lane a request");
     uint64_t* arrived = &s.control->base_arrived[pass.buffer()];
-    const int request = share + kServiceWarps * cta.lane;
+    const int request = share + kStagingWarps * cta.lane;
     const int of = pass.first_row + min(request, pass.requests - 1);  // no lane reads past the end of batch_rows
     const BaseLogit* row = base_logits(p, cta, of, pass.step);
     const uint32_t shift = base_shift(p, cta, of, pass.step);

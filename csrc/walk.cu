@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Sme
     if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
-        mbarrier_init(&s.control->base_arrived[buffer], kServiceWarps);
+        mbarrier_init(&s.control->base_arrived[buffer], kStagingWarps);
         mbarrier_init(&s.control->u_ready[buffer], kServiceWarps);
         mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
         mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
@@ -120,7 +120,7 @@ struct Service {
         if (cta.warp == 0) {
             for (int index = 0; index < min(2, passes.count); ++index)
 #pragma unroll 1
-                for (int share = 0; share < kServiceWarps; ++share) stage_base(p, s, cta, passes.at(index), share);
+                for (int share = 0; share < kStagingWarps; ++share) stage_base(p, s, cta, passes.at(index), share);
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
         load_rows(p, s, cta, passes.first_step, thread);
@@ -258,11 +258,13 @@ struct Service {
         }
     }
 
-    // Base logits of the pass after next, into the buffer of pass `index`, which all have read.
+    // Base logits of the pass after next, into the buffer of pass `index`, which all have read. By the last warps, as the first one may
+    // have a single request's token to look after.
     __device__ __forceinline__ void stage_next_base(int index) const {
-        if (index + 2 >= passes.count) return;
+        const int share = warp - (kServiceWarps - kStagingWarps);
+        if (share < 0 || index + 2 >= passes.count) return;
         fence_before_bulk_copies();
-        stage_base(p, s, cta, passes.at(index + 2), kServiceWarps - 1 - warp);  // a single request isn't the first warp's, who has its token
+        stage_base(p, s, cta, passes.at(index + 2), share);
     }
 
     // After a failure all warps of both kinds go on through the remaining passes, without the work: each pass keeps its

@@ -101,6 +101,17 @@ class World:
         self, base: torch.Tensor, anchors: torch.Tensor, temperatures: torch.Tensor | None, num_valid: torch.Tensor
     ) -> list[torch.Tensor]:
         """One block; each rank's tokens, -1 where none was written."""
+        given = self.certify(base, anchors, temperatures, num_valid)
+        second = [self._walk_params(rank, inputs) for rank, inputs in enumerate(given)]
+        placement = self._walk.placement
+        run_kernel("walk", self._walk.macros, second, placement.grid, placement.shared_bytes, self._folder)
+        assert not any(rank.status[0] for rank in self.ranks)
+        return [inputs.tokens for inputs in given]
+
+    def certify(
+        self, base: torch.Tensor, anchors: torch.Tensor, temperatures: torch.Tensor | None, num_valid: torch.Tensor
+    ) -> list[WalkInputs]:
+        """The first launch alone; what each rank was given."""
         base = base.float() if self._rounding == "none" and temperatures is not None else base
         given = []
         for rank in self.ranks:
@@ -110,13 +121,9 @@ class World:
                 WalkInputs(base, True, anchors, temperatures, noise, num_valid, "none", "all", tokens, None, None)
             )
         self._team = 3 - self._team  # in turn alone, and with another CTA; and all requests on all ranks, and dealt out
-        first = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
-        run_kernel("certify", self._certify.macros, first, GRID, self._certify.shared_bytes, self._folder)
-        second = [self._walk_params(rank, inputs) for rank, inputs in enumerate(given)]
-        placement = self._walk.placement
-        run_kernel("walk", self._walk.macros, second, placement.grid, placement.shared_bytes, self._folder)
-        assert not any(rank.status[0] for rank in self.ranks)
-        return [inputs.tokens for inputs in given]
+        params = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
+        run_kernel("certify", self._certify.macros, params, GRID, self._certify.shared_bytes, self._folder)
+        return given
 
     def _common(self, rank: int, inputs: WalkInputs, plan: str) -> kernels.WalkParams:
         p = kernels.WalkParams()
@@ -220,6 +227,24 @@ def test_more_equal_candidates_than_a_tier_has_room_for_are_left_to_the_walk(sam
 @pytest.mark.parametrize("valid", [0, 4])
 def test_rows_that_are_not_valid_are_left_alone(valid: int, folder: Path) -> None:
     check(one_bad_request, 2, True, folder, valid=valid)
+
+
+def test_a_poisoned_launch_leaves_candidates_alone(folder: Path) -> None:
+    """A peer may still be in the middle of the block that failed here, by the same block number."""
+    torch.manual_seed(3)
+    head = tp_walk.MarkovHead(*(torch.randint(-4, 5, (700, 256)).div(32.0).bfloat16() for _ in range(2)))
+    base, anchors = torch.randn(BATCH, GAMMA, 700).bfloat16(), torch.randint(700, (BATCH,))
+    valid = torch.tensor(BATCH, dtype=torch.int32)
+    ranks = World(head, 2, "engine", False, folder)
+    ranks.certify(base, anchors, None, valid)
+    before = [rank.lists.clone() for rank in ranks.ranks]
+    poison = MailboxLayout(2, BATCH, GRID).poison_word(0) // 8
+    for rank in ranks.ranks:
+        rank.mailbox[:2] = 1  # the same block once more
+        rank.mailbox[poison + 1] = 1  # the tag
+    for inputs in ranks.certify(-base, anchors, None, valid):
+        assert torch.equal(inputs.tokens, anchors[:, None].expand(BATCH, GAMMA))
+    assert all(torch.equal(rank.lists, lists) for rank, lists in zip(ranks.ranks, before, strict=True))
 
 
 def test_a_vocabulary_that_the_lists_hold(folder: Path) -> None:

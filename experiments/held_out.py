@@ -10,14 +10,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import numpy as np
 import numpy.typing as npt
 import torch
 from rich.progress import track
 
 from tp_walk.blind_base import BlindBase, BlindBaseFit
+from tp_walk.errors import WalkError
 from tp_walk.head import MarkovHead
+from tp_walk.results import ResultTable
 from tp_walk.shard import Shard
+from tp_walk.text import text_head_directory
 
 GAMMA, CHUNK, RESAMPLES, SEED = 7, 50, 2000, 5
 
@@ -117,3 +121,25 @@ def interval(values: npt.NDArray[np.float64]) -> tuple[float, float, float]:
 def with_interval(found: tuple[float, float, float], digits: int) -> str:
     mean, low, high = (f"{value:.{digits}f}" for value in found)
     return f"{mean} ({low} to {high})"
+
+
+def command(measure: Callable[[Path, int], ResultTable], result: Path, help_text: str | None) -> click.Command:
+    """That of an experiment.
+
+    measure: of a head's directory and a number of blocks; a WalkError is one for want of a head. result: the file that
+    is written if no other one is named. help_text: its first line is shown.
+    """
+
+    @click.command(help=str(help_text).partition("\n")[0])
+    @click.option("--blocks", default=4000, show_default=True, type=click.IntRange(100), help="Blocks drafted.")
+    @click.option("--head", type=click.Path(path_type=Path), help="Directory of experiments/text_head.py; its default.")
+    @click.option("--out", default=result, type=click.Path(path_type=Path), help="File to write.")
+    def main(blocks: int, head: Path | None, out: Path) -> None:
+        try:
+            table = measure(head or text_head_directory(), blocks)
+        except WalkError as error:
+            raise click.ClickException(f"{error}; run experiments/text_head.py first") from error
+        table.write(out)
+        click.echo(table.to_markdown())
+
+    return main

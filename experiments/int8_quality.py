@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import torch
-from held_out import GAMMA, RESAMPLES, SEED, Bias, HeldOutText, interval, with_interval
+from held_out import GAMMA, RESAMPLES, SEED, Bias, HeldOutText, command, interval, with_interval
 
-from tp_walk.errors import WalkError
 from tp_walk.quantize import quantize_rows, scale_dots, split_planes
 from tp_walk.results import Column, ResultTable, environment
-from tp_walk.text import text_head_directory
 
 RESULT = Path(__file__).parent / "results" / "int8_quality.json"
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -127,18 +124,5 @@ def measure(directory: Path, blocks: int) -> ResultTable:
     )
 
 
-@click.command(help=str(__doc__).partition("\n")[0])
-@click.option("--blocks", default=4000, show_default=True, type=click.IntRange(100), help="Blocks drafted.")
-@click.option("--head", type=click.Path(path_type=Path), help="Directory of experiments/text_head.py; its default.")
-@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File to write.")
-def main(blocks: int, head: Path | None, out: Path) -> None:
-    try:
-        table = measure(head or text_head_directory(), blocks)
-    except WalkError as error:
-        raise click.ClickException(f"{error}; run experiments/text_head.py first") from error
-    table.write(out)
-    click.echo(table.to_markdown())
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, RESULT, __doc__)()

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import torch
-from held_out import GAMMA, RESAMPLES, HeldOutText, interval, with_interval
+from held_out import GAMMA, RESAMPLES, HeldOutText, command, interval, with_interval
 
-from tp_walk.errors import WalkError
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.serving import TOP_SIZES
 from tp_walk.serving_report import temperature_name
-from tp_walk.text import text_head_directory
 
 RESULT = Path(__file__).parent / "results" / "walk_quality.json"
 TEMPERATURES = (0.0, 1.0)
@@ -64,18 +61,5 @@ def measure(directory: Path, blocks: int) -> ResultTable:
     )
 
 
-@click.command(help=str(__doc__).partition("\n")[0])
-@click.option("--blocks", default=4000, show_default=True, type=click.IntRange(100), help="Blocks drafted.")
-@click.option("--head", type=click.Path(path_type=Path), help="Directory of experiments/text_head.py; its default.")
-@click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File to write.")
-def main(blocks: int, head: Path | None, out: Path) -> None:
-    try:
-        table = measure(head or text_head_directory(), blocks)
-    except WalkError as error:
-        raise click.ClickException(f"{error}; run experiments/text_head.py first") from error
-    table.write(out)
-    click.echo(table.to_markdown())
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, RESULT, __doc__)()

@@ -14,9 +14,9 @@ from tp_walk.mailbox import HEADER_FIELDS
 from tp_walk.peer_memory import PeerBuffer
 
 # How full logits come about at world > 1, by batch: up to which batch, and how. "peers": the kernels store into all
-# ranks' memory while the walk goes on; "collective": each stores its own columns, which are gathered afterwards. At every
-# size measured the former is faster: a block took 57 instead of 88 µs at batch 1 and 301 instead of 760 at 64 (T = 1,
-# γ = 7, V = 151,936 on two H200s, experiments/full_logits.py).
+# ranks' memory while the walk goes on; "collective": each stores its own columns, which are gathered afterwards. At
+# every size measured the former is faster: a block took 57 instead of 88 µs at batch 1 and 301 instead of 760 at 64
+# (T = 1, γ = 7, V = 151,936 on two H200s, experiments/full_logits.py).
 FULL_LOGITS: tuple[tuple[float, Literal["peers", "collective"]], ...] = ((math.inf, "peers"),)
 
 # Ranks that walk with different buffers find out: a buffer's number travels in the header, where 0 is none.

@@ -9,7 +9,6 @@ what plans are compared on is the same for all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -17,27 +16,14 @@ import numpy as np
 import torch
 from held_out import HeldOutText
 
-from tp_walk.blind_base import BlindBase, BlindBaseFit
+from tp_walk.blind_base import BlindBaseFit
 from tp_walk.errors import WalkError
 from tp_walk.head import MarkovHead
 from tp_walk.quantize import quantize_rows
-from tp_walk.shard import Shard
 from tp_walk.text import text_head_directory
+from tp_walk.text_workload import TextBlocks
 
 PACKED = Path(__file__).resolve().parents[1] / "build" / "certified_blocks.npz"
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """head: bf16. fit: the base logits' parts, for the anchors of these blocks alone. anchors: `[blocks]` ids."""
-
-    head: MarkovHead
-    fit: BlindBaseFit
-    anchors: torch.Tensor
-
-    def base(self, shard: Shard, device: torch.device) -> BlindBase:
-        """The base logits of some columns."""
-        return BlindBase(self.fit, shard, device)
 
 
 def pack(directory: Path, blocks: int, file: Path) -> int:
@@ -71,7 +57,7 @@ def pack(directory: Path, blocks: int, file: Path) -> int:
     return file.stat().st_size
 
 
-def unpack(file: Path) -> Blocks:
+def unpack(file: Path) -> TextBlocks:
     """Reads what `pack` wrote. Raises OSError or KeyError where it isn't there."""
     with np.load(file) as packed:
         arrays = {name: packed[name] for name in packed.files}
@@ -101,7 +87,7 @@ def unpack(file: Path) -> Blocks:
         held_out=[],
         description=description,
     )
-    return Blocks(MarkovHead(*tables), fit, given["anchors"].long())
+    return TextBlocks(MarkovHead(*tables), fit, given["anchors"].long())
 
 
 @click.command(help=str(__doc__).partition("\n")[0])

@@ -5,6 +5,8 @@ independent run by which they are judged.
     torchrun --nproc-per-node 1 experiments/crossover_tables.py --out tp_walk/crossover_tables
     torchrun --nproc-per-node 2 experiments/crossover_tables.py --out second --batches 1,2,3,4,6,8,12,16,24,32,48,64
 
+Plan certified is timed on the blocks of build/certified_blocks.npz (experiments/certified_blocks.py), whose ids are
+spread over vocabularies that the head isn't of.
 `tp-walk crossover` does the same for one vocabulary, and keeps the table where runtimes find it.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
+from certified_blocks import PACKED, unpack
 
 from tp_walk.bench import numbers
 from tp_walk.config import WalkShape
@@ -39,6 +42,7 @@ def _is_past(moment: float) -> bool:
 @click.option(
     "--budget-seconds", type=click.FloatRange(min=0), default=float("inf"), help="Each vocabulary has its share."
 )
+@click.option("--packed", default=PACKED, type=click.Path(path_type=Path), help="File of certified_blocks.py.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="A folder.")
 def main(
     vocab_sizes: tuple[int, ...],
@@ -47,6 +51,7 @@ def main(
     batches: tuple[int, ...],
     iterations: int,
     budget_seconds: float,
+    packed: Path,
     out: Path,
 ) -> None:
     started = time.monotonic()
@@ -54,6 +59,7 @@ def main(
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device())
     group = WalkGroup(dist.group.WORLD, device)
+    blocks = unpack(packed)
     for number, vocab_size in enumerate(vocab_sizes, start=1):
         until = started + budget_seconds * number / len(vocab_sizes)
         machine = machine_of(group, device, WalkShape(vocab_size, markov_rank, group.world_size))
@@ -61,6 +67,7 @@ def main(
         table = measure(
             Request(vocab_size, markov_rank, gammas, batches, MODES, LAYOUTS, iterations, (path,)),
             should_stop=partial(_is_past, until),
+            blocks=blocks.over(vocab_size),
         )
         if group.rank == 0:
             refused = {f"{name} at {row.place}: {why}" for row in table.rows for name, why in row.refused.items()}

@@ -18,7 +18,8 @@ from rank_pool import RankPool
 from rich.console import Console
 from test_plan_table import CROSSING, MACHINE, row, table
 
-from tp_walk import crossover_cli, plan_table
+from tp_walk import MarkovHead, crossover_cli, plan_table
+from tp_walk.blind_base import BlindBaseFit
 from tp_walk.crossover import Request, measure
 from tp_walk.crossover_plot import crossings, plot
 from tp_walk.errors import WalkInputError
@@ -63,7 +64,7 @@ def test_one_rank_measures_and_keeps(tmp_path: Path) -> None:
         assert one.plans.keys() == {"reference", "reference_int8"}
         assert one.baseline.keys() == {"torch"}
         assert one.refused == {}
-    assert result.provenance.keys() == {"driver", "CUDA", "torch", "source", "date"}
+    assert result.provenance.keys() == {"driver", "CUDA", "torch", "source", "text", "date"}
 
 
 def test_a_run_that_is_stopped_leaves_what_it_has_over_what_was_there(tmp_path: Path) -> None:
@@ -160,8 +161,9 @@ class TestCrossoverCommand:
 
     @pytest.mark.parametrize("measured", [True, False])
     def test_it_keeps_shows_and_draws(self, measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def pretend(nproc: int, request: Request) -> bool:
+        def pretend(nproc: int, request: Request, text: Path | None) -> bool:
             assert nproc == 2
+            assert text is None
             for path in request.out:
                 CROSSING.write(path)
             return measured
@@ -175,6 +177,29 @@ class TestCrossoverCommand:
         assert PlanTable.read(user_path(MACHINE)).rows == PlanTable.read(out).rows
         assert "★ 40.0 ± 0.5" in result.output
         assert "<svg" in chart.read_text()
+
+    @pytest.mark.parametrize("has_text", [True, False])
+    def test_a_head_brings_its_shape_and_its_text(
+        self, has_text: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        table, none = torch.zeros(96, 16).bfloat16(), torch.zeros(0)
+        MarkovHead(table, table).save_checkpoint(tmp_path / "head")
+        if has_text:
+            starts = torch.zeros(97, dtype=torch.int32)
+            fit = BlindBaseFit(torch.zeros(96), starts, none.int(), none.half(), [torch.tensor([1])], "")
+            fit.write(tmp_path / "head")
+        given = []
+
+        def pretend(nproc: int, request: Request, text: Path | None) -> bool:
+            given.append((request.vocab_size, request.markov_rank, text))
+            CROSSING.write(request.out[0])
+            return True
+
+        monkeypatch.setattr(crossover_cli, "_check_gpus", lambda nproc, force: None)
+        monkeypatch.setattr(crossover_cli, "machine_here", lambda shape: MACHINE)
+        monkeypatch.setattr(crossover_cli, "measure_on_ranks", pretend)
+        assert invoke(crossover_cli.crossover, "--nproc", "2", "--head", str(tmp_path / "head")).exit_code == 0
+        assert given == [(96, 16, tmp_path / "head" if has_text else None)]
 
     def test_a_file_that_cannot_be_written_is_told_before_anything_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TP_WALK_DATA_DIR", "/proc/tp_walk")

@@ -1,7 +1,9 @@
 """Measures the table by which plans are selected: every plan that can run here, by batch size, beside the torch walk.
 
 Each plan is checked against its definition at every size before it is timed there, and what the layout of the base
-logits costs a plan is inside its time. `plan_table` keeps the result, `selection` uses it.
+logits costs a plan is inside its time. Plan certified is timed on text, if there is some, other blocks each time: its
+mean is what to expect there, requests that it doesn't certify included. `plan_table` keeps the result, `selection` uses
+it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from tp_walk.config import WalkShape
+from tp_walk.errors import WalkError
 from tp_walk.group import WalkGroup
 from tp_walk.plan import PLAN_NAMES
 from tp_walk.plan_table import Layout, Mode, PlanTable, Row, Sample, load, software
 from tp_walk.selection import machine_of
+from tp_walk.text_workload import TextBlocks, TextWorkload
 from tp_walk.timing import BlockTimer, Timing
 from tp_walk.workload import Ranks, Walk, Workload
+
+CERTIFIED, ITS_FALLBACK = "certified", "tp_bf16"
+_CHECKED_BATCHES = 4  # of text, at each size
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,13 @@ def measure(
     request: Request,
     progress: Callable[[int, int], None] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
+    blocks: TextBlocks | None = None,
 ) -> PlanTable:
     """Measures on the ranks of `dist.group.WORLD` (gloo), or on this process alone; a collective.
 
     progress: told how many sizes are done, and of how many; on rank 0. should_stop: asked between sizes; when any
-    rank's says so, what was measured until then is the result.
+    rank's says so, what was measured until then is the result. blocks: of text for plan certified, of the request's
+    shape; without, it is timed on random weights as the others are.
 
     Raises:
         WalkError: the ranks or their GPUs failed; alike on every rank. What was measured by then is in the files.
@@ -67,7 +79,8 @@ def measure(
     machine = machine_of(group, ranks.device, WalkShape(request.vocab_size, request.markov_rank, group.world_size))
     older = {path: load(path, machine) if group.rank == 0 else None for path in request.out}
     walks = request.walks(group.world_size)
-    provenance = software() | {"date": datetime.date.today().isoformat()}
+    text = None if blocks is None else blocks.fit.description
+    provenance = software() | {"text": text, "date": datetime.date.today().isoformat()}
     table = PlanTable(machine, provenance, [])
     with ExitStack() as resources:
         workload = resources.enter_context(
@@ -79,11 +92,15 @@ def measure(
                 ranks=ranks,
             )
         )
+        on_text = None
+        if blocks is not None and CERTIFIED not in workload.not_held:
+            limits = {"max_batch": max(request.batches), "max_gamma": max(request.gammas)}
+            on_text = resources.enter_context(TextWorkload(blocks, [ITS_FALLBACK, CERTIFIED], **limits, ranks=ranks))
         timer = resources.enter_context(BlockTimer(group, ranks.device))
         for done, walk in enumerate(walks, start=1):
             if any(group.all_gather_object(should_stop())):
                 break
-            row = _measure_size(walk, workload, timer, request.iterations)
+            row = _measure_size(walk, workload, on_text, timer, request.iterations)
             table = PlanTable(machine, provenance, sorted([*table.rows, row], key=lambda one: one.place))
             if group.rank == 0:
                 for path in request.out:
@@ -92,9 +109,23 @@ def measure(
     return table
 
 
-def _measure_size(walk: Walk, workload: Workload, timer: BlockTimer, iterations: int) -> Row:
+def _measure_size(
+    walk: Walk, workload: Workload, on_text: TextWorkload | None, timer: BlockTimer, iterations: int
+) -> Row:
     prepared = workload.prepare(walk)
-    samples = {name: _sample(timing) for name, timing in timer.measure(prepared.ready, iterations).items()}
+    ready, refused, before = dict(prepared.ready), dict(prepared.refused), None
+    if on_text is not None and CERTIFIED in ready:
+        try:
+            ready[CERTIFIED] = workload.group.stage(f"check of {CERTIFIED} on text", lambda: _certified(walk, on_text))
+            before = on_text.bring
+        except WalkError as error:
+            del ready[CERTIFIED]
+            refused[CERTIFIED] = str(error)
+            on_text.runtime.reset()
+    samples = {
+        name: _sample(times, is_mean=name == CERTIFIED)
+        for name, times in timer.samples(ready, iterations, before).items()
+    }
     return Row(
         layout=walk.layout,
         mode="sampled" if walk.sampled else "greedy",
@@ -102,9 +133,17 @@ def _measure_size(walk: Walk, workload: Workload, timer: BlockTimer, iterations:
         batch=walk.batch,
         plans={name: sample for name, sample in samples.items() if name in PLAN_NAMES},
         baseline={name: sample for name, sample in samples.items() if name not in PLAN_NAMES},
-        refused=prepared.refused,
+        refused=refused,
     )
 
 
-def _sample(timing: Timing) -> Sample:
-    return Sample(*(round(us, 2) for us in (timing.median_us, timing.spread_us, timing.p99_us)))
+def _certified(walk: Walk, on_text: TextWorkload) -> Callable[[], object]:
+    on_text.prepare(walk)
+    on_text.check(CERTIFIED, ITS_FALLBACK, _CHECKED_BATCHES)
+    return on_text.captured(CERTIFIED)
+
+
+def _sample(times: npt.NDArray[np.float64], is_mean: bool) -> Sample:
+    timing = Timing.of(times)
+    us = float(times.max(axis=0).mean()) if is_mean else timing.median_us
+    return Sample(*(round(value, 2) for value in (us, timing.spread_us, timing.p99_us)))

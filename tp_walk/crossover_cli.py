@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from tp_walk import blind_base
 from tp_walk.bench import numbers
 from tp_walk.config import WalkShape
 from tp_walk.crossover import Request, measure
@@ -27,6 +28,7 @@ from tp_walk.plan import EXECUTORS
 from tp_walk.plan_table import LAYOUTS, MODES, Layout, Machine, Mode, PlanTable, Row, Sample, known_tables, user_path
 from tp_walk.ranks import run_ranks
 from tp_walk.selection import Selector, machine_here
+from tp_walk.text_workload import TextBlocks
 from tp_walk.topology import gpu_of, other_use
 
 INTERRUPTED = 130
@@ -44,7 +46,9 @@ def _choices(allowed: tuple[str, ...]) -> Any:
 
 @click.command("crossover")
 @click.option("--nproc", type=click.IntRange(min=1), help="Ranks to measure with.  [default: one a GPU]")
-@click.option("--head", type=click.Path(exists=True, path_type=Path), help="A checkpoint, for vocabulary and rank.")
+@click.option(
+    "--head", type=click.Path(exists=True, path_type=Path), help="A checkpoint, for vocabulary and rank, and its text."
+)
 @click.option("--vocab", "vocab_size", type=click.IntRange(min=1), default=151_936, show_default=True)
 @click.option("--rank", "markov_rank", type=click.IntRange(min=1), default=256, show_default=True, help="Of the head.")
 @click.option("--gamma", "gammas", callback=numbers, default="7,16", show_default=True)
@@ -72,11 +76,14 @@ def crossover(
     """Measure which plan is fastest at which batch size, on this machine.
 
     Starts the ranks itself. The table goes to the user's data directory, where every runtime finds it. Ctrl-C keeps
-    what is measured by then.
+    what is measured by then. Plan certified is timed on held-out text if --head is a directory of
+    experiments/text_head.py; else on random weights, as all others are.
     """
+    text = None
     if head is not None:
         weights = MarkovHead.from_checkpoint(head)
         vocab_size, markov_rank = weights.vocab_size, weights.markov_rank
+        text = head if (head / blind_base.FILE_NAME).exists() else None
     nproc = nproc or max(1, torch.cuda.device_count())
     _check_gpus(nproc, force)
     own = user_path(machine_here(WalkShape(vocab_size, markov_rank, nproc)))
@@ -86,7 +93,7 @@ def crossover(
         if not kept:
             raise click.ClickException(f"{own} can't be written; --out names another file")
         request = Request(vocab_size, markov_rank, gammas, batches, modes, layouts, iterations, out=(fresh, *kept))
-        finished = measure_on_ranks(nproc, request)
+        finished = measure_on_ranks(nproc, request, text)
         if not fresh.exists():
             raise click.ClickException("interrupted before anything was measured")
         table = PlanTable.read(fresh)
@@ -140,10 +147,11 @@ def plan(
         click.echo(f" ({chosen.provenance})")
 
 
-def measure_on_ranks(nproc: int, request: Request) -> bool:
-    """Measures on ranks of this host, with a progress bar; False when it was interrupted."""
+def measure_on_ranks(nproc: int, request: Request, text: Path | None = None) -> bool:
+    """Measures on ranks of this host, with a progress bar; False when it was interrupted. text: as of
+    `TextBlocks.read`."""
     try:
-        run_ranks(nproc, _measure_and_show_progress, request)
+        run_ranks(nproc, _measure_and_show_progress, request, text)
     except (KeyboardInterrupt, SignalException):
         return False
     return True
@@ -152,7 +160,8 @@ def measure_on_ranks(nproc: int, request: Request) -> bool:
 def show(table: PlanTable, console: Console) -> None:
     """One table for each layout, mode and γ: rows are batches, columns plans, the fastest marked."""
     console.print(
-        f"{table.machine}, measured {table.provenance.get('date')}; µs of a block, median ± quartiles' spread"
+        f"{table.machine}, measured {table.provenance.get('date')}; µs of a block, median ± quartiles' spread; "
+        f"certified, if timed, on {table.provenance.get('text') or 'random weights'}, its mean"
     )
     for (layout, mode, gamma), rows in groupby(table.rows, key=lambda row: (row.layout, row.mode, row.gamma)):
         console.print(_rich_table(f"{mode}, γ = {gamma}, base logits {layout}", list(rows)))
@@ -183,7 +192,7 @@ def _cell(sample: Sample | None, is_best: bool) -> str:
     return f"[bold green]★ {text}[/]" if is_best else text
 
 
-def _measure_and_show_progress(request: Request) -> None:
+def _measure_and_show_progress(request: Request, text: Path | None) -> None:
     """On each rank. A signal ends the measurement after the size at hand, so that the ranks stay together."""
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -192,7 +201,10 @@ def _measure_and_show_progress(request: Request) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as bar:
         task = bar.add_task("measuring")
-        measure(request, lambda done, total: bar.update(task, completed=done, total=total), lambda: bool(signals))
+        blocks = None if text is None else TextBlocks.read(text)
+        measure(
+            request, lambda done, total: bar.update(task, completed=done, total=total), lambda: bool(signals), blocks
+        )
     if signals:
         # Everything is written and closed; whoever sent the signal waits for this process to die of it.
         signal.signal(signals[0], signal.SIG_DFL)

@@ -67,7 +67,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sample:
-    """µs of one block: median, the quartiles' distance, p99. See `timing.Timing`."""
+    """µs of one block: median (of plan certified the mean: it depends on the text), the quartiles' distance, p99. See
+    `timing.Timing`."""
 
     us: float
     spread_us: float
@@ -104,7 +105,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PlanTable:
-    """provenance: `software()` and "date" of the measurement, which needn't match to use the table."""
+    """provenance: `software()` and "date" of the measurement, and the "text" that plan certified was timed on, if any;
+    they needn't match to use the table."""
 
     machine: Machine
     provenance: Mapping[str, str | None]

@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const int batch = valid_rows(walk);
     // Whoever chooses needs no more of the exchange than the block's number, and that late: where candidates are sent.
     const u64 block = load_control(walk.mailboxes[walk.rank], TPW_BLOCK_OFFSET);
-    // And whether a rank has failed: then a peer may still be in this very block, whose candidates of this rank must stay as they are.
-    const bool poisoned = lane < TPW_WORLD_SIZE && load_word<Scope::sys>(poison_word(walk.mailboxes[walk.rank], lane)).tag != 0;
+    // And whether this rank has failed: then a peer may still be in this very block, whose candidates of this rank must stay.
+    const u32 claim = static_cast<u32>(load_control(walk.mailboxes[walk.rank], TPW_CLAIM_OFFSET));
 
     // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
     if (warp == kCertifyWarps - 1) {
@@ -131,8 +131,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     for (int item = cta + ctas * (warp - kCertifyWarps); item < pairs * p.units; item += ctas * kCertifyWarps) {
         uint4 next[kPieces];
         if (item + ctas * kCertifyWarps < pairs * p.units) load_pieces(p, Unit(p, item + ctas * kCertifyWarps, batch), lane, next);
-        if (item < 0 && __any_sync(kFullWarp, poisoned)) break;
-        if (item >= 0) {
+        if (item >= 0 && __all_sync(kFullWarp, claim == 0)) {
             const Unit unit(p, item, batch);
             choose(p, block, read_row(walk, unit.batch_row, 0), unit, lane, pieces, s.chosen(warp));
         }

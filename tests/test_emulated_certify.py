@@ -229,7 +229,7 @@ def test_rows_that_are_not_valid_are_left_alone(valid: int, folder: Path) -> Non
     check(one_bad_request, 2, True, folder, valid=valid)
 
 
-def test_a_poisoned_launch_leaves_candidates_alone(folder: Path) -> None:
+def test_a_launch_after_a_failure_leaves_candidates_alone(folder: Path) -> None:
     """A peer may still be in the middle of the block that failed here, by the same block number."""
     torch.manual_seed(3)
     head = tp_walk.MarkovHead(*(torch.randint(-4, 5, (700, 256)).div(32.0).bfloat16() for _ in range(2)))
@@ -238,10 +238,11 @@ def test_a_poisoned_launch_leaves_candidates_alone(folder: Path) -> None:
     ranks = World(head, 2, "engine", False, folder)
     ranks.certify(base, anchors, None, valid)
     before = [rank.lists.clone() for rank in ranks.ranks]
-    poison = MailboxLayout(2, BATCH, GRID).poison_word(0) // 8
+    layout = MailboxLayout(2, BATCH, GRID)
     for rank in ranks.ranks:
         rank.mailbox[:2] = 1  # the same block once more
-        rank.mailbox[poison + 1] = 1  # the tag
+        rank.mailbox[layout.claim_offset // 8] = 1
+        rank.mailbox[layout.poison_word(0) // 8 + 1] = 1  # the tag
     for inputs in ranks.certify(-base, anchors, None, valid):
         assert torch.equal(inputs.tokens, anchors[:, None].expand(BATCH, GAMMA))
     assert all(torch.equal(rank.lists, lists) for rank, lists in zip(ranks.ranks, before, strict=True))

@@ -347,6 +347,7 @@ struct LaneRequests {
         if constexpr (kTiles % 2) rows.alone.slot = slots[kTiles - 1], rows.alone.counts = counts;
         rows.load_noise(s, cta);
         rows.load(p, s, cta, base[at]);
+        if constexpr (kQuadsShare && kKeepsLogits) __syncwarp();  // the lanes of a quad have loaded what the first one of them overwrites
         const Dot::Accumulator* of_group[kTiles];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) of_group[i] = acc[i][at];

@@ -19,7 +19,7 @@ struct LogitsOutput {
 
     static constexpr int kTargets = kPeerLogits ? TPW_WORLD_SIZE : 1;
 
-    // This warp starts the bulk copies, as it brings in the next base logits in the same places.
+    // This warp starts the bulk copies; with one group of columns it also brings in the next base logits in the same places.
     __device__ __forceinline__ bool sends() const { return cta.warp == kServiceWarps - 1; }
 
     // Once the pass is multiplied.

@@ -263,6 +263,7 @@ struct Service {
     __device__ __forceinline__ void stage_next_base(int index) const {
         const int share = warp - (kServiceWarps - kStagingWarps);
         if (share < 0 || index + 2 >= passes.count) return;
+        if constexpr (kLogits && kStagingWarps == 1) await_bulk_reads();  // of this warp's own copies
         fence_before_bulk_copies();
         stage_base(p, s, cta, passes.at(index + 2), share);
     }
@@ -271,7 +272,6 @@ struct Service {
     // arrivals, barriers and copies, so that nobody waits for a warp that has left.
     __device__ __forceinline__ void run() {
         start();
-        named_barrier(kServiceBarrier, kServiceThreads);
         named_barrier_arrive(kStartBarrier, kThreads);
         // Nothing here needs what the multiply warps do before. But their loads come first: without this wait a block of one request
         // took 41 µs instead of 40.
@@ -301,7 +301,7 @@ struct Service {
                 }
             }
             // The buffer's base logits, and the logits in their place, have been read by all.
-            if constexpr (kLogits) await_bulk_reads();
+            if constexpr (kLogits && kStagingWarps > 1) await_bulk_reads();
             if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
             // With one group of requests they have time until the step after next, with several until the next pass.
             if constexpr (kColumnGroups > 1) stage_next_base(index);

@@ -241,6 +241,9 @@ CASES = {
     "int8-one-equals": Case(int8(1, 1, logits="local"), 1003, 1, gamma=16, equals=True),
     "int8-one-tokens": Case(int8(1, 1, logits="none", lse=False), 1280, 1, sampled=False),
     "int8-one-streamed": Case(int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, rounding="once"),
+    "int8-one-streamed-greedy": Case(
+        int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, gamma=6, rounding="once", sampled=False
+    ),
     "int8-one-fp32": Case(int8(1, 1, logits="local"), 1003, 1, rounding="none"),
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
     "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -390,6 +391,7 @@ inline void emulate_mbarrier_init(void* barrier, int arrivals) {
 }
 inline void count_mbarrier(void* barrier, int arrivals, long bytes) {
     Mbarrier& it = *static_cast<Mbarrier*>(barrier);
+    if (it.pending < arrivals) std::abort();  // more arrive than the phase waits for
     it.pending -= arrivals;
     if ((owed[barrier] += bytes) == 0 && it.pending == 0) it.pending = it.arrivals, it.phase ^= 1;
 }

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import torch
-from held_out import CHUNK, GAMMA, SEED, HeldOutText
+from held_out import CHUNK, GAMMA, SEED, HeldOutText, command
 from rich.progress import track
 
 from tp_walk.certify import bias_bound, limit, selection_values
-from tp_walk.errors import WalkError
 from tp_walk.reference import add_bias, ordered
 from tp_walk.results import Column, ResultTable, environment
 from tp_walk.serving_report import temperature_name
-from tp_walk.text import text_head_directory
 
 RESULTS = Path(__file__).parent / "results"
 TEMPERATURES = (0.0, 1.0)
@@ -150,19 +147,5 @@ def plot(table: ResultTable, chart: Path) -> None:
     figure.savefig(chart, metadata={"Date": None})
 
 
-@click.command(help=str(__doc__).partition("\n")[0])
-@click.option("--blocks", default=500, show_default=True, type=click.IntRange(100), help="Blocks walked.")
-@click.option("--head", type=click.Path(path_type=Path), help="Directory of experiments/text_head.py; its default.")
-@click.option("--out", default=RESULTS / "certified_share.json", type=click.Path(path_type=Path), help="File to write.")
-def main(blocks: int, head: Path | None, out: Path) -> None:
-    try:
-        table = measure(head or text_head_directory(), blocks)
-    except WalkError as error:
-        raise click.ClickException(f"{error}; run experiments/text_head.py first") from error
-    table.write(out)
-    plot(table, out.with_suffix(".svg"))
-    click.echo(table.to_markdown())
-
-
 if __name__ == "__main__":
-    main()
+    command(measure, RESULTS / "certified_share.json", __doc__, blocks=500, draw=plot)()

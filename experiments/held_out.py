@@ -123,15 +123,25 @@ def with_interval(found: tuple[float, float, float], digits: int) -> str:
     return f"{mean} ({low} to {high})"
 
 
-def command(measure: Callable[[Path, int], ResultTable], result: Path, help_text: str | None) -> click.Command:
+def command(
+    measure: Callable[[Path, int], ResultTable],
+    result: Path,
+    help_text: str | None,
+    blocks: int = 4000,
+    draw: Callable[[ResultTable, Path], None] | None = None,
+) -> click.Command:
     """That of an experiment.
 
-    measure: of a head's directory and a number of blocks; a WalkError is one for want of a head. result: the file that
-    is written if no other one is named. help_text: its first line is shown.
+    measure: of a head's directory and a number of blocks, `blocks` if none is given; a WalkError is one for want of a
+    head. result: the file that is written if no other one is named. help_text: its first line is shown. draw: a chart
+    of the table, into a file beside it.
     """
+    default_blocks = blocks
 
     @click.command(help=str(help_text).partition("\n")[0])
-    @click.option("--blocks", default=4000, show_default=True, type=click.IntRange(100), help="Blocks drafted.")
+    @click.option(
+        "--blocks", default=default_blocks, show_default=True, type=click.IntRange(100), help="Blocks walked."
+    )
     @click.option("--head", type=click.Path(path_type=Path), help="Directory of experiments/text_head.py; its default.")
     @click.option("--out", default=result, type=click.Path(path_type=Path), help="File to write.")
     def main(blocks: int, head: Path | None, out: Path) -> None:
@@ -140,6 +150,8 @@ def command(measure: Callable[[Path, int], ResultTable], result: Path, help_text
         except WalkError as error:
             raise click.ClickException(f"{error}; run experiments/text_head.py first") from error
         table.write(out)
+        if draw is not None:
+            draw(table, out.with_suffix(".svg"))
         click.echo(table.to_markdown())
 
     return main

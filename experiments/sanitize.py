@@ -85,11 +85,11 @@ class Check:
         if tool != "initcheck":  # which must see who writes what these kernels read
             command += ["--kernel-name", "kns=walk,kns=certify"]
         # Each tensor an allocation of its own, so that an access beside it is one beside an allocation.
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        variables = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         walks = [sys.executable, __file__, "--walk", TOOLS[tool]]
         with self.said.open("wb") as said:
             self._process = subprocess.Popen(
-                [*command, *walks], env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+                [*command, *walks], env=variables, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def outcome(self, until: float) -> str:

@@ -21,16 +21,11 @@ def noise_of(problem: Problem, device: torch.device | str = "cpu") -> tp_walk.No
 
 
 def check_problem(
-    problem: Problem,
-    plan: str,
-    device: torch.device | str = "cpu",
-    layout: str = "full",
-    alone: bool = False,
-    max_batch: int | None = None,
+    problem: Problem, plan: str, device: torch.device | str = "cpu", layout: str = "full", alone: bool = False
 ) -> None:
     """Walks the problem on this rank, as part of the world if there is one and it isn't to be `alone`; tokens, logits
     and offsets must be the oracle's to the bit, log-sum-exps as near as is promised. layout: "full", or "sharded" base
-    logits with a padded tail. max_batch: of the runtime, if not the problem's batch.
+    logits with a padded tail.
     """
     right = solve(problem, int8="int8" in plan)
     world = dist.get_world_size() if dist.is_initialized() and not alone else 1
@@ -41,7 +36,7 @@ def check_problem(
     temperatures = torch.tensor(problem.temperatures, device=device) if sampled else None
     with tp_walk.WalkRuntime(
         head_of(problem),
-        max_batch=max_batch or batch,
+        max_batch=batch,
         max_gamma=gamma,
         rounding=problem.rounding,
         group=dist.group.WORLD if world > 1 else None,

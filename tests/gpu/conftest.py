@@ -8,7 +8,7 @@ import golden
 import pytest
 import torch
 from rank_pool import RankPool
-from walk_lab import RANDOM_SEEDS, SHAPES, compile_ahead, random_problem, random_shape
+from walk_lab import SHAPES, compile_ahead, random_shapes
 
 from tp_walk import precompile
 
@@ -16,7 +16,7 @@ from tp_walk import precompile
 @pytest.fixture(scope="session")
 def kernels() -> None:
     worlds = [1, 2] if torch.cuda.device_count() > 1 else [1]
-    shapes = {*SHAPES, *golden.shapes(golden.folder()), *(random_shape(random_problem(seed)) for seed in RANDOM_SEEDS)}
+    shapes = {*SHAPES, *golden.shapes(golden.folder()), *random_shapes()}
     compile_ahead(shapes, worlds, precompile.current_gpu())
 
 

@@ -6,7 +6,8 @@ first didn't measure too, says what the selected plan and the best one really ta
     python experiments/regret.py --second FOLDER
     python experiments/regret.py --seed
 
-The latter judges what is selected where nothing is measured, by the tables that come with the package.
+The latter judges what is selected where nothing is measured, by the tables that come with the package, among the plans
+that the cost model knows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import click
 
+from tp_walk.cost_model import KNOWN_PLANS
 from tp_walk.plan_table import SHIPPED_DIR, PlanTable, Row, load
 from tp_walk.results import Column, ResultTable
 from tp_walk.selection import Selector
@@ -41,7 +43,8 @@ COLUMNS = (
 METHODS = {
     False: "Selected from the shipped tables; both times are from a second measuring run, which also has batches that "
     "the first didn't measure.",
-    True: "Selected by the model alone; both times are from the shipped tables, to which its constants were fitted.",
+    True: f"Selected by the model alone, among the plans that it knows ({', '.join(KNOWN_PLANS)}), and compared with the "
+    "best of these. Both times are from the shipped tables, to which the model's constants were fitted.",
 }
 
 
@@ -56,15 +59,16 @@ class Choice:
 
 
 def choices(first: PlanTable | None, second: PlanTable) -> list[Choice]:
-    """The choice at each size of the second run, among the plans that ran there; from the first or else the seed."""
+    """The choice at each size of the second run, among the plans that ran there; from the first or else the seed, then
+    among those that it knows."""
     found = []
     for row in second.rows:
-        if row.plans:
-            selected = Selector(second.machine, first, row.plans)(
-                row.batch, row.gamma, row.mode == "sampled", row.layout
-            ).name
-            best = min(row.plans, key=lambda name: row.plans[name].us)
-            found.append(Choice(row, selected, best, row.plans[selected].us / row.plans[best].us))
+        us = {name: sample.us for name, sample in row.plans.items() if first is not None or name in KNOWN_PLANS}
+        if us:
+            size = row.batch, row.gamma, row.mode == "sampled", row.layout
+            selected = Selector(second.machine, first, us)(*size).name
+            best = min(us, key=us.__getitem__)
+            found.append(Choice(row, selected, best, us[selected] / us[best]))
     return found
 
 

@@ -50,8 +50,9 @@ def test_the_regret_of_folders(tmp_path: Path) -> None:
     assert "has no nvidia-h200-x2" in CliRunner().invoke(regret.main, arguments).output
 
 
-def test_the_seeds_regret_is_told_of_the_first_run(tmp_path: Path) -> None:
-    table(row(8, tp_bf16=60.0, int8=40.0), row(64, tp_bf16=100.0, int8=400.0)).write(tmp_path / MACHINE.file_name)
+def test_the_seeds_regret_is_told_of_the_first_run_among_plans_that_it_knows(tmp_path: Path) -> None:
+    rows = row(8, tp_bf16=60.0, int8=40.0, certified=9.0), row(64, tp_bf16=100.0, int8=400.0), row(1, certified=9.0)
+    table(*rows).write(tmp_path / MACHINE.file_name)
     arguments = ["--first", str(tmp_path), "--seed", "--out", str(tmp_path / "o")]
     assert CliRunner().invoke(regret.main, arguments, catch_exceptions=False).exit_code == 0
     *_, line = ResultTable.read(tmp_path / "o").rows

@@ -20,7 +20,7 @@ def row(batch: int, gamma: int = 7, **us: float) -> Row:
     return Row("sharded", "greedy", gamma, batch, {name: Sample(t, 0.5, t + 9) for name, t in us.items()}, {}, {})
 
 
-def table(*rows: Row, **provenance: str) -> PlanTable:
+def table(*rows: Row, **provenance: str | None) -> PlanTable:
     return PlanTable(MACHINE, {"driver": "580", "date": "2026-11-29"} | provenance, rows)
 
 

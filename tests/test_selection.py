@@ -88,6 +88,17 @@ class TestFromATable:
         assert selector.reporting(8, 7, False, "sharded").name == "tp_bf16"
         alone = Selector(MACHINE, measured, ["int8_split", "reference"])
         assert alone.reporting(8, 7, False, "sharded").name == "int8_split"
+        on_text = Selector(MACHINE, table(row(8, tp_bf16=44.0, int8=40.0, certified=30.0)), [*KERNELS, "certified"])
+        assert on_text(8, 7, False, "sharded").name == "certified"
+        assert on_text.reporting(8, 7, False, "sharded").name == "int8"
+
+    def test_what_certified_was_timed_on_is_said_where_it_is_compared(self) -> None:
+        for text, said in (("a corpus", "certified on a corpus"), (None, "certified on random weights")):
+            measured = table(row(8, tp_bf16=44.0, certified=30.0), text=text)
+            assert Selector(MACHINE, measured, ["tp_bf16", "certified"])(8, 7, False, "sharded").provenance == (
+                f"measured 2026-11-29 on {MACHINE}; {said}"
+            )
+            assert "certified" not in Selector(MACHINE, measured, KERNELS)(8, 7, False, "sharded").provenance
 
 
 class TestFromTheSeed:
@@ -136,8 +147,17 @@ class TestFromTheSeed:
         assert streamed > 3 * held
 
     def test_a_crossover_where_the_base_logits_are_whole(self) -> None:
-        chosen = {b: Selector(MACHINE, None, KERNELS)(b, 7, True, "full").name for b in (1, 8, 64)}
-        assert chosen == {1: "tp_bf16", 8: "tp_bf16", 64: "int8_split"}
+        chosen = {b: Selector(MACHINE, None, KERNELS)(b, 7, False, "full").name for b in (1, 8, 64)}
+        assert chosen == {1: "int8", 8: "tp_bf16", 64: "tp_bf16"}
+
+    def test_a_head_that_kernels_do_not_hold_has_no_time(self) -> None:
+        sizes = {"world_size": 2, "batch": 1, "gamma": 7, "sampled": False, "layout": "full"}
+        assert cost_model.seed_us("int8", vocab_size=151_936, markov_rank=64, **sizes) is None
+        assert cost_model.seed_us("int8", vocab_size=151_936, markov_rank=512, **sizes) is not None
+
+    def test_a_world_of_one_has_no_batch_to_split(self) -> None:
+        alone = replace(MACHINE, world_size=1, link="none")
+        assert Selector(alone, None, KERNELS)(8, 7, False, "full").runner_up == "tp_bf16"
 
     def test_a_plan_of_which_nothing_is_known_is_not_preferred(self) -> None:
         assert (

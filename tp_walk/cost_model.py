@@ -1,71 +1,77 @@
 """What a plan should take, from a few physical costs: the seed of plan selection where nothing has been measured.
 
     block = launch + start + spread + cold read of the weights + γ · step
-    step  = agreement + hop or planes + passes · multiply + requests + noise
+    step  = agreement + hop + passes · (multiply + stream + noise)
 
-- start: the first step's words, rows and logits come from cold memory.
+- start: the first step's words, rows and logits come from cold memory, and its noise is drawn while nothing else goes
+  on.
 - cold read: a rank's weights go once from HBM into registers and shared memory.
 - agreement: the CTAs of a GPU agree on a token, and all that a single request waits for one thing after the other: a
-  CTA's best, the row of W1, waking warps. hop: GPUs agree, too. planes: int8 takes the row of W1 as two.
-- multiply: the resident weights are read once for every pass, a group of requests that the tensor cores take together.
-  Weights beyond what a GPU's SMs hold are streamed in each pass.
-- requests: each request's base logits are read.
-- noise: it is drawn for each column of a sampled request; where there is one pass, ahead, during the agreement.
+  CTA's best, the row of W1, waking warps. hop: GPUs agree, too. Where a step has several passes, both hide behind the
+  work of the others.
+- multiply: the resident weights are read once for every pass, a group of requests that the tensor cores take together,
+  and all of a pass's rows get their base logits and are compared.
+- stream: what doesn't fit, by the kernel's own arithmetic (`placement`), is read again in each pass; its dot products
+  are made meanwhile.
+- noise: it is drawn for each column of a sampled request; in kernels for few requests ahead, during the agreement.
 - spread: the launch before the walk in which ranks send each other base logits that lie sharded, all of them for
   `int8`, by request for `int8_split`. `int8_split` has it even where base logits are whole.
 
-The constants are of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernel keeps to them, and
-where it doesn't what fits the crossover table that comes with the package, each of whose times is met within a fifth.
-Other GPUs differ in all of them by similar factors, and only ratios decide.
+The constants are of one and of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernels keep to
+them, and where they don't what fits the eight crossover tables that come with the package, each of whose times is met
+within a fifth. Other GPUs differ in all of them by similar factors, and only ratios decide.
 """
 
 from __future__ import annotations
 
 import math
 
-from tp_walk.placement import MULTIPLY_WARPS, TILE_ROWS
+from tp_walk.errors import PlanUnavailableError
+from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, Placement, place, requests_of, serves
 from tp_walk.plan_table import Layout
 
+SMS = 132
+SHARED_BYTES = 232_448  # a CTA's, at most
+
 LAUNCH_US = 5.1  # an empty graph, as the bench times it
-# What a block takes beyond launch, cold read and γ steps, a step being the slope between γ = 7 and 16: 2 µs for one
-# greedy request, 6 for 64.
-START_US = 4.5
+# What a block takes beyond launch, cold read and γ steps, a step being the slope between γ = 7 and 16: 0 to 3 µs for one
+# greedy request. Sampled, beyond the first noise.
+START_US = 2.5
+SAMPLED_START_US = 1.2
 HOP_US = 0.72
 
-# Of the step of one greedy request on two GPUs, 3.3 µs, all but hop, multiply and base logits. Several requests go by
-# way of an aggregator, which is one more trip through L2: a step of 8 takes 4.4 µs.
-SINGLE_AGREEMENT_US = 1.5
-AGREEMENT_US = 2.15
-# A step of one request takes int8 on one GPU as long as tp_bf16 on two, hop included.
-PLANES_US = 0.75
+# Of the step of one greedy request on two GPUs, 3.2 µs, all but hop and multiply. Several requests go by way of an
+# aggregator, which is one more trip through L2: a step of 2 to 8 takes 3.9 µs.
+SINGLE_AGREEMENT_US = 1.55
+AGREEMENT_US = 2.25
+# Of the other passes of a step, what the agreement can hide behind: it has the service warps, which they want, too.
+HIDING = 0.5
 # Of a sampled step beyond its noise: scores are approximate first, and exact where two are near each other.
-SAMPLED_US = 1.5
+SAMPLED_US = 0.6
 
-SMS = 132
-# From a read of 38.9 MB: 13.9 µs cold.
-COLD_BYTES_PER_US = 38.9e6 / 13.9
-# Registers (8 warps of 128 each) and shared memory beside what is staged.
-RESIDENT_BYTES = SMS * (128 + 176) * 1024
-# tp_bf16 on one GPU streams half of its 78 MB again in each step, at little more than the cold rate: 120.6 µs a block.
-STREAM_BYTES_PER_US = 3.4e6
-# 0.9 µs for 38.9 MB: 128 bytes a clock of each SM's shared memory.
-MULTIPLY_BYTES_PER_US = 38.9e6 / 0.9
+# The slope of a block's time beyond its steps over what a GPU holds, from 33 to 43 MB.
+COLD_BYTES_PER_US = 3.7e6
+# By groups of MMA columns in a pass. One: 128 bytes a clock of each SM's shared memory. Two are bound by what goes
+# on beside the dot products, with the base logits and the best rows of twice as many requests.
+MULTIPLY_BYTES_PER_US = {1: 41e6, 2: 15.6e6}
+# The streaming kernels, and nothing else: tp_bf16's step for one request on one GPU grows by 15.4 µs from V = 129,280
+# to 248,320, that is by 62.7 MB; HBM's rate. A step waits for the first tiles, but not where another pass goes on.
+STREAM_BYTES_PER_US = 4.06e6
+STREAM_START_US = 0.8
 # Base logits, a copy through HBM, reads alone.
 HBM_BYTES_PER_US = 4.3e6
+# Draws of a GPU: a step of int8's 64 requests takes 26 to 40 µs more sampled than greedy, for V = 129,280 to 163,840.
+NOISE_COLUMNS_PER_US = 0.31e6
+# Of the noise that is drawn ahead, what the agreement hides.
+HIDDEN_NOISE_US = 0.6
 
-# Warps draw noise for a pair of tiles in a go, for one without a partner as long: per request and such round.
-NOISE_ROUND_US = 0.09
-# Of the noise of a single pass, what the agreement hides.
-HIDDEN_NOISE_US = 1.55
-
-# int8_split takes 9.9 µs more than int8 for one request with whole base logits, and int8 14.1 for a sharded one, of
-# which 3.3 are its bytes: a launch, its headers and arrivals, and a walk that begins only then.
+# int8_split takes 10 µs more than int8 for one request with whole base logits, and int8 15 for a sharded one, of which
+# 3.4 are its bytes: a launch, its headers and arrivals, and a walk that begins only then.
 SPREAD_US = 11.0
 # Both directions at once; the 68 MB of int8's 64 sharded requests at γ = 7 take 228 µs more than none.
-NVLINK_BYTES_PER_US = 0.34e6
+NVLINK_BYTES_PER_US = 0.31e6
 
-# Requests that one pass multiplies: the columns of an MMA; int8 needs two, one for each plane of u.
-PASS_REQUESTS = {"tp_bf16": 8, "int8": 4, "int8_split": 4}
+KNOWN_PLANS = ("tp_bf16", "int8", "int8_split")
 
 BASE_BYTES = 2
 
@@ -81,38 +87,63 @@ def seed_us(
     sampled: bool,
     layout: Layout,
 ) -> float | None:
-    """Expected µs of a block; None for plans that this model doesn't know."""
-    if plan not in PASS_REQUESTS:
+    """Expected µs of a block; None for plans that this model doesn't know, and for heads that kernels don't hold."""
+    if plan not in KNOWN_PLANS or (plan == "int8_split" and world_size == 1):
         return None
     is_sharded = plan == "tp_bf16"
-    columns = vocab_size / world_size if is_sharded else vocab_size
-    weights = columns * (2 * markov_rank if is_sharded else markov_rank + 4)
+    columns = math.ceil(vocab_size / world_size) if is_sharded else vocab_size
     requests = math.ceil(batch / world_size) if plan == "int8_split" else batch
-    passes = math.ceil(requests / PASS_REQUESTS[plan])
+    placement = kernel_placement(not is_sharded, markov_rank, columns, requests, sampled)
+    if placement is None:
+        return None
+    groups = placement.columns.groups
+    at_once = min(requests, requests_of(placement.int8, placement.columns))
+    passes = math.ceil(requests / at_once)
+    tile_bytes = placement.fragment_bytes / placement.tiles_per_cta
+    streamed = placement.streamed_tiles * tile_bytes
+    resident = placement.fragment_bytes - streamed
 
-    step = SINGLE_AGREEMENT_US if requests == 1 else AGREEMENT_US
-    if not is_sharded:
-        step += PLANES_US
-    elif world_size > 1:
-        step += HOP_US
-    step += passes * _pass_us(weights)
-    step += requests * columns * BASE_BYTES / HBM_BYTES_PER_US
+    agreement = SINGLE_AGREEMENT_US if requests == 1 else AGREEMENT_US
+    if is_sharded and world_size > 1:
+        agreement += HOP_US
+    each = resident / MULTIPLY_BYTES_PER_US[groups] + streamed / STREAM_BYTES_PER_US
+    drawn = at_once * columns / NOISE_COLUMNS_PER_US if sampled else 0.0
     if sampled:
-        step += SAMPLED_US + _noise_us(requests, passes, columns)
-    read = min(weights, RESIDENT_BYTES) / COLD_BYTES_PER_US
+        agreement += SAMPLED_US
+        each += drawn if groups > 1 else max(0.0, drawn - HIDDEN_NOISE_US)
+    if passes > 1:
+        agreement = max(0.0, agreement - HIDING * (passes - 1) * each)
+    elif streamed:
+        agreement += STREAM_START_US
+
+    start = START_US + requests * columns * BASE_BYTES / HBM_BYTES_PER_US
+    if sampled:
+        start += SAMPLED_START_US + drawn
     spread = _spread_us(plan, requests, gamma, vocab_size, world_size, layout)
-    return LAUNCH_US + START_US + spread + read + gamma * step
+    return LAUNCH_US + start + spread + resident / COLD_BYTES_PER_US + gamma * (agreement + passes * each)
 
 
-def _pass_us(weights: float) -> float:
-    streamed = max(0.0, weights - RESIDENT_BYTES)
-    return (weights - streamed) / MULTIPLY_BYTES_PER_US + streamed / STREAM_BYTES_PER_US
-
-
-def _noise_us(requests: int, passes: int, columns: float) -> float:
-    tiles = math.ceil(columns / (TILE_ROWS * SMS))
-    drawn = requests * math.ceil(tiles / (2 * MULTIPLY_WARPS)) * NOISE_ROUND_US
-    return max(0.0, drawn - HIDDEN_NOISE_US) if passes == 1 else drawn
+def kernel_placement(int8: bool, markov_rank: int, rows: int, requests: int, sampled: bool) -> Placement | None:
+    """Of the kernel that takes so many requests; None where there is none."""
+    uses = INT8_COLUMNS if int8 else BF16_COLUMNS
+    enough = next((i for i, use in enumerate(uses) if serves(int8, use, sampled) >= requests), len(uses) - 1)
+    for columns in reversed(uses[: enough + 1]):
+        try:
+            return place(
+                int8=int8,
+                markov_rank=markov_rank,
+                rows=rows,
+                max_batch=max(requests, 1),
+                num_sms=SMS,
+                shared_limit=SHARED_BYTES,
+                sampled=sampled,
+                base_bytes=BASE_BYTES,
+                rounding="engine",
+                columns=columns,
+            )
+        except PlanUnavailableError:  # no room to stage so many at once: more passes
+            continue
+    return None
 
 
 def _spread_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:

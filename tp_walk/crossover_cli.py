@@ -142,6 +142,8 @@ def plan(
     selector = Selector(machine, table, EXECUTORS)
     for batch in batches:
         chosen = selector(batch, gamma, mode == "sampled", layout or ("sharded" if nproc > 1 else "full"))
+        if chosen.expected_us is None:
+            raise click.ClickException(f"no kernel is known to hold {machine}, batch {batch}; plan reference runs it")
         click.echo(f"batch {batch}: {chosen.name}, {chosen.expected_us:.1f} µs expected", nl=False)
         click.echo(f"; next {chosen.runner_up}, {chosen.margin:.2f} ×" if chosen.runner_up else "", nl=False)
         click.echo(f" ({chosen.provenance})")

@@ -50,7 +50,9 @@ class Selector:
         if self.table is not None:
             estimate = self.table.estimate(layout, mode, gamma, batch, self._plans)
             if estimate is not None:
-                parts = [f"measured {self.table.provenance.get('date')} on {machine}", estimate.how, self._changed]
+                about = self.table.provenance
+                text = f"certified on {about.get('text') or 'random weights'}" if "certified" in estimate.us else ""
+                parts = [f"measured {about.get('date')} on {machine}", estimate.how, text, self._changed]
                 return dict(estimate.us), "; ".join(part for part in parts if part)
         seeds = {
             plan: seed_us(

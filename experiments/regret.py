@@ -43,8 +43,8 @@ COLUMNS = (
 METHODS = {
     False: "Selected from the shipped tables; both times are from a second measuring run, which also has batches that "
     "the first didn't measure.",
-    True: f"Selected by the model alone, among the plans that it knows ({', '.join(KNOWN_PLANS)}), and compared with the "
-    "best of these. Both times are from the shipped tables, to which the model's constants were fitted.",
+    True: f"Selected by the model alone, among the plans that it knows ({', '.join(KNOWN_PLANS)}), and compared with "
+    "the best of these. Both times are from the shipped tables, to which the model's constants were fitted.",
 }
 
 

@@ -236,9 +236,7 @@ class TestPlanCommand:
     def test_a_head_that_no_kernel_holds_is_told(self) -> None:
         result = invoke(crossover_cli.plan, "--gpu", "H200", "--rank", "64")
         assert result.exit_code == 1
-        assert (
-            "no kernel is known to hold 1× H200, V = 151,936, r = 64, batch 1; plan reference runs it" in result.output
-        )
+        assert "no kernel is known to hold 1× H200, V = 151,936, r = 64, batch 1; plan reference" in result.output
 
     def test_a_damaged_table_of_ones_own_does_not_hide_the_shipped_ones(self, tmp_path: Path) -> None:
         CROSSING.write(tmp_path / "shipped" / MACHINE.file_name)

@@ -34,8 +34,8 @@ SMS = 132
 SHARED_BYTES = 232_448  # a CTA's, at most
 
 LAUNCH_US = 5.1  # an empty graph, as the bench times it
-# What a block takes beyond launch, cold read and γ steps, a step being the slope between γ = 7 and 16: 0 to 3 µs for one
-# greedy request. Sampled, beyond the first noise.
+# What a block takes beyond launch, cold read and γ steps, a step being the slope between γ = 7 and 16: 0 to 3 µs for
+# one greedy request. Sampled it takes more, the first step's noise aside.
 START_US = 2.5
 SAMPLED_START_US = 1.2
 HOP_US = 0.72

@@ -24,8 +24,8 @@ PLAN_NAMES = ("tp_bf16", "int8", "int8_split", "certified", "reference", "refere
 # The definitions run anywhere and take memory only once they are walked, so that a kill switch always has its plan.
 REFERENCE_PLANS = ("reference", "reference_int8")
 
-# auto_select leaves these out of walks that ask for logits or log-sum-exps: int8_split exchanges them by collectives that
-# take longer than the walk, and certified is then the walk of tp_bf16, which its measured time isn't of.
+# auto_select leaves these out of walks that ask for logits or log-sum-exps: int8_split exchanges them by collectives
+# that take longer than the walk, and certified is then the walk of tp_bf16, of which its measured time isn't.
 SLOW_TO_REPORT = ("int8_split", "certified")
 
 

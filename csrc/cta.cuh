@@ -5,7 +5,7 @@
 // ahead of or behind the dot products, which so never wait for the exchange. Noise is drawn by the multiply warps.
 //
 // Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
-// warp keeps in registers), TPW_SMEM_TILES, TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass
+// warp keeps in registers), TPW_SMEM_TILES, TPW_STREAM_SLOTS (of shared memory, for what is read again each pass), TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass
 // multiplies), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request),
 // TPW_ROUNDING, TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
@@ -29,6 +29,10 @@ constexpr int kThreads = (kMultiplyWarps + kServiceWarps) * kWarpSize;
 constexpr int kTilesPerCta = TPW_TILES_PER_CTA;
 constexpr int kRegTiles = TPW_REG_TILES;
 constexpr int kSmemTiles = TPW_SMEM_TILES;
+// Those that follow are streamed by chunks: see weight_stream.cuh. Each multiply warp has so many slots for them.
+constexpr int kStreamSlots = TPW_STREAM_SLOTS;
+constexpr int kChunkSteps = TPW_CHUNK_STEPS;
+constexpr int kChunkBytes = kChunkSteps * kWarpSize * static_cast<int>(sizeof(Fragment));
 constexpr int kBaseStageBytes = TPW_BASE_STAGE_BYTES;  // of one request's staged base logits, a multiple of 16
 constexpr int kColumnGroups = TPW_COLUMN_GROUPS;
 constexpr int kRequests = Dot::kRequests * kColumnGroups;  // of a pass
@@ -245,6 +249,8 @@ constexpr int kStagedRounds = (kStagedTiles + kRoundTiles - 1) / kRoundTiles;
 // Shared memory in this order; the host half is placement.place. Where there are two of a thing, passes take turns.
 struct Smem {
     unsigned char* weights;  // [smem tile]
+    unsigned char* stream;   // [multiply warp][stream slot] chunks of W2
+    uint64_t* stream_arrived;  // [multiply warp][stream slot] mbarriers
     unsigned char* u;        // [2][column group]
     unsigned char* base;     // [2][request] staged base logits, kBaseStageBytes each
     float4* noise;           // [round][lane request][multiply thread], approximate; of the next pass alone
@@ -255,7 +261,9 @@ struct Smem {
 
     __device__ __forceinline__ explicit Smem(unsigned char* start) {
         weights = start;
-        u = weights + kSmemTiles * kTileBytes;
+        stream = weights + kSmemTiles * kTileBytes;
+        stream_arrived = reinterpret_cast<uint64_t*>(stream + kMultiplyWarps * kStreamSlots * kChunkBytes);
+        u = reinterpret_cast<unsigned char*>(stream_arrived + kMultiplyWarps * kStreamSlots);
         base = u + 2 * kColumnGroups * kUBytes;
         noise = reinterpret_cast<float4*>(base + 2 * kRequests * kBaseStageBytes);
         best = reinterpret_cast<Best*>(noise + (kNoiseAhead ? kStagedRounds * Dot::kLaneRequests * kMultiplyWarps * kWarpSize : 0));

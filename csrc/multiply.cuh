@@ -3,6 +3,7 @@
 
 #include "lane_requests.cuh"
 #include "multiply_narrow.cuh"
+#include "weight_stream.cuh"
 
 namespace tpw {
 
@@ -116,37 +117,37 @@ __device__ __forceinline__ void multiply_register_tiles(const WalkParams& p, con
     slot += kBeside;
 }
 
-// A tile that is read again each step, from L2 or HBM.
-__device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int shared_slot,
-                                                  const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
-    constexpr int kAhead = 8;  // fragments in flight
-    const Fragment* source = p.w2_fragments +
-                             (static_cast<int64_t>(cta.index) * kTilesPerCta + (kRegTiles + shared_slot) * kMultiplyWarps + cta.warp) * (kSteps * kWarpSize) + cta.lane;
-    Dot::Accumulator acc[1][kColumnGroups][4] = {};
+// The warp's streamed tiles in these slots, one after the other.
+__device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const WeightStream& stream, int first,
+                                                  int end, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+#pragma unroll 1
+    for (int slot = first; slot < end; ++slot) {
+        Dot::Accumulator acc[1][kColumnGroups][4] = {};
+#pragma unroll 1
+        for (int part = 0; part < kTileChunks; ++part) {
+            const int chunk = (slot - stream.first_slot()) * kTileChunks + part;
+            const Fragment* a = stream.take(pass, chunk);
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kAhead) {
-        Fragment a[kAhead];
+            for (int k = 0; k < kChunkSteps; ++k)
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) a[i] = load_weights(source + (first + i) * kWarpSize);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-#pragma unroll
-            for (int group = 0; group < kColumnGroups; ++group)
-                Dot::mma(acc[0][group], a[i], *reinterpret_cast<const uint2*>(b[group] + 32 * (first + i)));
+                for (int group = 0; group < kColumnGroups; ++group)
+                    Dot::mma(acc[0][group], a[k * kWarpSize], *reinterpret_cast<const uint2*>(b[group] + 32 * (part * kChunkSteps + k)));
+            stream.release(pass, chunk);
+        }
+        const int slots[1] = {slot};
+        mine.add_tiles<1>(p, s, cta, pass, slots, acc);
     }
-    const int slots[1] = {kRegTiles + shared_slot};
-    mine.add_tiles<1>(p, s, cta, pass, slots, acc);
 }
 
 // All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new. ready(): of one request in
 // int8, waits for u; false if the walk has failed.
 template <typename Ready>
 __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                         LaneRequests& mine, [[maybe_unused]] const Ready& ready) {
+                                         LaneRequests& mine, [[maybe_unused]] const WeightStream& stream, [[maybe_unused]] const Ready& ready) {
     const unsigned char* b[kColumnGroups];
 #pragma unroll
     for (int group = 0; group < kColumnGroups; ++group) b[group] = mine.u[group];
-    if constexpr (!kQuadsShare) mine.load_u_scales(s, cta, pass);
+    if constexpr (!kQuadsShare || kStreams) mine.load_u_scales(s, cta, pass);
 
     constexpr int kMaxSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
     const int shared_slots = kSmemTiles % kMultiplyWarps == 0 ? kMaxSlots : kMaxSlots - (cta.warp >= kSmemTiles % kMultiplyWarps);
@@ -170,35 +171,45 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         for (; slot + 1 < end; slot += 2) multiply_tiles<0, 0, 2>(p, s, cta, pass, weights, slot, b, mine);
         if (!kTakesLast && slot < end) multiply_tiles<0, 0, 1>(p, s, cta, pass, weights, slot, b, mine);
     };
-    // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
-    // 113 instead of 111, whose copies are small.
-    if constexpr (kQuadsShare) {
-        const bool all = kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots;
-        if (!(all ? multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine, ready)
-                  : multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine, ready)))
-            return;
-    } else if constexpr (kTilesTakeTurns) {
-        multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
-    } else if constexpr (kTakesLast) {
-        // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
-        // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
-        const bool shared_first = cta.warp >= kMultiplyWarps / 2;
+    const auto resident_tiles = [&]() {
+        // In turns alone where it was faster: 223 µs a block of 64 requests instead of 254. int8 took 405 instead of 369, greedy walks
+        // 113 instead of 111, whose copies are small.
+        if constexpr (kQuadsShare) {
+            const bool all = kSmemTiles % kMultiplyWarps == 0 || shared_slots == kMaxSlots;
+            return all ? multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine, ready)
+                       : multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine, ready);
+        } else if constexpr (kTilesTakeTurns) {
+            multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
+        } else if constexpr (kTakesLast) {
+            // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
+            // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
+            const bool shared_first = cta.warp >= kMultiplyWarps / 2;
+#pragma unroll 1
+            for (int turn = 0; turn < 2; ++turn) {
+                if ((turn == 0) == shared_first)
+                    shared_tiles();
+                else
+                    register_tiles();
+            }
+        } else {
+            register_tiles();
+            // Code that isn't there doesn't have to be fetched.
+            constexpr int kTaken = kRegTiles < 2 * kChunk ? kBeside : 2 * kBeside - 1;
+            if constexpr (kMaxSlots > kTaken) shared_tiles();
+        }
+        return true;
+    };
+    if constexpr (kStreams) {
+        // First what is in the slots already: what follows it comes while the resident tiles are multiplied.
+        const int first = stream.first_slot(), middle = min(first + (kStreamSlots + kTileChunks - 1) / kTileChunks, stream.end_slot());
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
-            if ((turn == 0) == shared_first)
-                shared_tiles();
-            else
-                register_tiles();
+            multiply_streamed(p, s, cta, pass, stream, turn == 0 ? first : middle, turn == 0 ? middle : stream.end_slot(), b, mine);
+            if (turn == 0) resident_tiles();
         }
-    } else {
-        register_tiles();
-        // Code that isn't there doesn't have to be fetched.
-        constexpr int kTaken = kRegTiles < 2 * kChunk ? kBeside : 2 * kBeside - 1;
-        if constexpr (kMaxSlots > kTaken) shared_tiles();
+    } else if (!resident_tiles()) {
+        return;
     }
-    // Tiles beyond those in shared memory go on in the same order; which warp streams one follows from its number alone.
-    for (int tile = kRegTiles * kMultiplyWarps + kSmemTiles; tile < kTilesPerCta; ++tile)
-        if (tile % kMultiplyWarps == cta.warp) multiply_streamed(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;
 #if TPW_SAMPLED || TPW_ROUNDING == 2

@@ -48,9 +48,11 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     named_barrier(kStartBarrier, kThreads);
     named_barrier_arrive(kLoadingBarrier, kThreads);
     const Passes passes(cta.batch, p.gamma, first_step);
+    const WeightStream stream{p, s, cta, passes.count};
     const auto draw = [&](int index) {
         if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
     };
+    if (kStreams && cta.lane == 0) stream.start();
     draw(0);
     for (int index = 0; index < passes.count; ++index) {
         const Pass pass = passes.at(index);
@@ -59,12 +61,13 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
             mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
             return !s.has_failed();
         };
-        // One request's warps in int8 load what they can before u is there.
+        // One request's warps in int8 load what they can before u is there, if they don't begin with tiles that wait for nothing else.
         bool alive = true;
-        if constexpr (!kQuadsShare) alive = await_u();
+        if constexpr (!kQuadsShare || kStreams) alive = await_u();
         if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
         mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-        if (alive) multiply(p, s, cta, pass, weights, mine, await_u);
+        // Copies that run ahead are taken whatever happens, and products of anything harm nobody.
+        if (alive || kStreams) multiply(p, s, cta, pass, weights, mine, stream, await_u);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
         // Not before the others know of this pass: all wait for that, and draws would take its issue slots.
@@ -91,6 +94,8 @@ __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Sme
         mbarrier_init(&s.control->best_ready[buffer], kMultiplyWarps);
         mbarrier_init(&s.control->contributed[buffer], kServiceWarps);
     }
+#pragma unroll
+    for (int i = 0; i < kMultiplyWarps * kStreamSlots; ++i) mbarrier_init(s.stream_arrived + i, 1);
     s.control->failed = 0;
 }
 

@@ -330,8 +330,8 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             _MULTIPLY,
-            r"#pragma unroll\n    for \(int first = 0; first < kSteps; first \+= kAhead\)(?s:.*?)\n    \}\n",
-            _PRODUCTS.format(slot="shared_slot", tiles="1"),
+            r"#pragma unroll\n            for \(int k = 0; k < kChunkSteps; \+\+k\)(?s:.*?);\n",
+            "if (part == 0) {\n" + _PRODUCTS.format(slot="slot", tiles="1") + "}\n",
         ),
         Edit(
             _NARROW,
@@ -391,7 +391,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP),
         Edit(
             "walk.cu",
-            r"    draw\(0\);\n",
+            r"    if \(kStreams && [^\n]*\n    draw\(0\);\n",
             "    mbarrier_wait(&s.control->weights_arrived, 0);\n    keep(s, weights);\n    return;\n" + r"\g<0>",
         ),
         Edit("walk.cu", r"index < min\(2, passes\.count\)", "index < 0"),

@@ -20,6 +20,7 @@ from tp_walk.executors import TpBf16Executor
 from tp_walk.inputs import InputChecker
 from tp_walk.int8_executors import Int8Executor, Int8SplitExecutor
 from tp_walk.peer_logits import PeerLogits
+from tp_walk.placement import STREAM_SLOT_BYTES, STREAM_SLOTS
 from tp_walk.plan import ExecutorContext, WalkOutput
 from tp_walk.precompile import HOPPER
 from tp_walk.shard import Shard, shard_bounds
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 
 EXECUTORS = {one.name: one for one in (TpBf16Executor, Int8Executor, Int8SplitExecutor)}
 UNTOUCHED = 77
+SLOTS = STREAM_SLOTS * STREAM_SLOT_BYTES
 
 
 @pytest.fixture(scope="session")
@@ -228,21 +230,24 @@ CASES = {
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
     "greedy-four-passes": Case(tp(2, 2, logits="none", lse=False), 1003, 64, sampled=False),
-    "tokens-streamed": Case(tp(1, 1, 52_000, streams=True, logits="none", lse=False), 1003, 3),
+    "tokens-streamed": Case(tp(1, 1, 52_000 + SLOTS, streams=True, logits="none", lse=False), 1003, 3),
+    "tokens-streamed-by-one-slot": Case(
+        tp(1, 1, 52_000 + STREAM_SLOT_BYTES, streams=True, logits="none", lse=False), 1003, 3
+    ),
     # More CTAs than a warp has lanes.
     "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),
     # Half as many tiles in registers.
     "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
-    "r512-streamed": Case(tp(1, 1, 150_000, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
+    "r512-streamed": Case(tp(1, 1, 150_000 + SLOTS, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
     # int8: one request, whose pairs of tiles are shared out over the columns (a tile alone, three pairs and one, four,
     # five and streamed ones), four requests, eight in two groups of columns.
     "int8-tile": Case(int8(1, 2, logits="local"), 150, 1, equals=True),
     "int8-one": Case(int8(1, 1, logits="local", base="aligned"), 910, 1, gamma=4, draft=True),
     "int8-one-equals": Case(int8(1, 1, logits="local"), 1003, 1, gamma=16, equals=True),
     "int8-one-tokens": Case(int8(1, 1, logits="none", lse=False), 1280, 1, sampled=False),
-    "int8-one-streamed": Case(int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, rounding="once"),
+    "int8-one-streamed": Case(int8(1, 1, 75_000 + SLOTS, streams=True, logits="local"), 1403, 1, rounding="once"),
     "int8-one-streamed-greedy": Case(
-        int8(1, 1, 75_000, streams=True, logits="local"), 1403, 1, gamma=6, rounding="once", sampled=False
+        int8(1, 1, 75_000 + SLOTS, streams=True, logits="local"), 1403, 1, gamma=6, rounding="once", sampled=False
     ),
     "int8-one-fp32": Case(int8(1, 1, logits="local"), 1003, 1, rounding="none"),
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
@@ -254,7 +259,7 @@ CASES = {
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),
     "split-whole-rows": Case(int8(2, 2, plan="int8_split", logits="none", valid=3), 417, 5),
     "split-one-request": Case(int8(2, 2, plan="int8_split", logits="local"), 417, 1),
-    "int8-r512": Case(int8(1, 2, 31_000, streams=True, logits="none", lse=False), 600, 2, rank=512),
+    "int8-r512": Case(int8(1, 2, 31_000 + SLOTS, streams=True, logits="none", lse=False), 1600, 2, rank=512),
 }
 
 

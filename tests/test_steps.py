@@ -86,7 +86,6 @@ def test_what_is_left_out_is_gone_and_nothing_else(plan: str, batch: int, sample
         if name in FEWER:
             assert build.count(FEWER[name]) < whole.count(FEWER[name]), name
         if name in KEPT:
-            # Loads of streamed tiles go with the products; those of the registers stay.
             step_k = 32 if plan == "int8" else 16
             loads = macros["TPW_REG_TILES"] * steps.MARKOV_RANK // step_k
             least = whole.count("mma.sync") if KEPT[name] == "mma.sync" else loads

@@ -13,6 +13,7 @@ from tp_walk.errors import PlanUnavailableError
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout
 from tp_walk.placement import (
     BF16_COLUMNS,
+    CHUNK_STEPS,
     CONTROL_BYTES,
     INT8_COLUMNS,
     MAX_GRID,
@@ -106,6 +107,8 @@ def walk_macros(
         "TPW_TILES_PER_CTA": placement.tiles_per_cta,
         "TPW_REG_TILES": placement.reg_tiles,
         "TPW_SMEM_TILES": placement.smem_tiles,
+        "TPW_STREAM_SLOTS": placement.stream_slots,
+        "TPW_CHUNK_STEPS": CHUNK_STEPS,
         "TPW_BASE_STAGE_BYTES": placement.base_stage_bytes,
         "TPW_MULTIPLY_WARPS": MULTIPLY_WARPS,
         "TPW_MULTIPLY_REGISTERS": MULTIPLY_REGISTERS,

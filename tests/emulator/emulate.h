@@ -92,6 +92,14 @@ inline void (*kernel_of_rank)(int rank);
 inline std::vector<BulkCopy> loads;  // on their way
 void land(const BulkCopy& load);
 
+// What is known of an mbarrier beyond its 8 bytes.
+struct Phases {
+    long owed = 0;  // bytes
+    bool by_copies = false;
+    unsigned ended = 0, awaited = 0;
+};
+inline std::map<void*, Phases> phases;
+
 inline void let_others_run() {
     if (!_setjmp(running->left_at)) _longjmp(scheduler, 1);
 }
@@ -147,6 +155,7 @@ inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, dou
             fibers.push_back(std::move(fiber));
         }
     }
+    phases.clear();
     const auto begin = std::chrono::steady_clock::now();
     unsigned random = 1;  // another thread begins each round
     std::vector<Fiber*> alive;
@@ -163,6 +172,9 @@ inline bool run_grids(int ranks, int grid, int threads, size_t shared_bytes, dou
         for (const BulkCopy& load : std::exchange(loads, {})) land(load);
         alive.swap(left);
     }
+    // A copy that no thread waits for may come after its CTA's end.
+    for (const auto& [barrier, its] : phases)
+        if (its.by_copies && (its.owed != 0 || its.awaited != its.ended)) std::abort();
     return true;
 }
 
@@ -383,21 +395,25 @@ struct Mbarrier {
     unsigned short pending, arrivals;
     unsigned phase;
 };
-inline std::map<void*, long> owed;
-
 inline void emulate_mbarrier_init(void* barrier, int arrivals) {
     const Mbarrier made{static_cast<unsigned short>(arrivals), static_cast<unsigned short>(arrivals), 0};
     std::memcpy(barrier, &made, sizeof made);
+    phases[barrier] = {};
 }
 inline void count_mbarrier(void* barrier, int arrivals, long bytes) {
     Mbarrier& it = *static_cast<Mbarrier*>(barrier);
     if (it.pending < arrivals) std::abort();  // more arrive than the phase waits for
     it.pending -= arrivals;
-    if ((owed[barrier] += bytes) == 0 && it.pending == 0) it.pending = it.arrivals, it.phase ^= 1;
+    Phases& its = phases[barrier];
+    its.by_copies |= bytes != 0;
+    if ((its.owed += bytes) == 0 && it.pending == 0) it.pending = it.arrivals, it.phase ^= 1, ++its.ended;
 }
 inline void emulate_mbarrier_arrive(void* barrier) { count_mbarrier(barrier, 1, 0); }
 inline void emulate_mbarrier_expect(void* barrier, long bytes) { count_mbarrier(barrier, 1, bytes); }
-inline void emulate_mbarrier_wait(void* barrier, unsigned parity) { wait_while(static_cast<Mbarrier*>(barrier)->phase, parity); }
+inline void emulate_mbarrier_wait(void* barrier, unsigned parity) {
+    wait_while(static_cast<Mbarrier*>(barrier)->phase, parity);
+    phases[barrier].awaited = phases[barrier].ended;
+}
 
 // Bulk copies are made as late as they may be: loads once all threads have had a turn, stores when their thread waits for them.
 inline void land(const BulkCopy& load) {

@@ -96,8 +96,10 @@ class Walks:
         lse: bool = False,
         how: Literal["peers", "collective"] = "peers",
     ) -> Callable[[], object]:
-        runtime, device = self._runtime, self._runtime.device
-        batch, gamma = self._base.shape[:2]
+        # What a graph holds doesn't hold `self`, which has the graphs: they are freed with it, not by a later
+        # collection. NCCL waits for the graphs that hold its collectives: a group that is destroyed before never ends.
+        runtime, base, anchors, device = self._runtime, self._base, self._anchors, self._runtime.device
+        batch, gamma = base.shape[:2]
         if logits != "none" and memory is None:
             memory = runtime.logits_buffer(batch, gamma, logits)
         tokens = torch.empty(batch, gamma, dtype=torch.int64, device=device)
@@ -107,7 +109,7 @@ class Walks:
 
         def walk() -> None:
             noise = Noise(5, 0) if sampled else None
-            runtime.walk(self._base, self._anchors, temperatures, noise, "tp_bf16", logits, out=out, lse=lse)
+            runtime.walk(base, anchors, temperatures, noise, "tp_bf16", logits, out=out, lse=lse)
 
         with mock.patch.object(peer_logits, "FULL_LOGITS", ((float("inf"), how),)):
             walk()

@@ -168,6 +168,7 @@ class Captured:
     """As CapturedWork, whose graph's replays run no Python: here they do nothing."""
 
     def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
         work()
 
     def __call__(self) -> None:

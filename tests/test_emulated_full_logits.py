@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import full_logits
@@ -30,9 +32,16 @@ def test_all_ways_to_full_logits_agree(tmp_path: Path, monkeypatch: pytest.Monke
         with WalkRuntime(head, BATCH, GAMMA, device=device, plans=["tp_bf16"]) as runtime:  # type: ignore[arg-type]
             walks = full_logits.Walks(runtime, VOCAB_SIZE, BATCH, GAMMA)
             walks.check()
-        return list(walks.ready)
+        names, kept = list(walks.ready), weakref.ref(walks)
+        del walks
+        assert kept() is None, "graphs outlive their use until a garbage collection"
+        return names
 
-    ready = Ranks(2, Gpu(3, HOPPER.shared_limit), tmp_path / "emulated").each(walk)
+    gc.disable()
+    try:
+        ready = Ranks(2, Gpu(3, HOPPER.shared_limit), tmp_path / "emulated").each(walk)
+    finally:
+        gc.enable()
     timed = {column.key for column in full_logits.COLUMNS if column.key.endswith("_us")}
     assert ready == [ready[0]] * 2
     assert {f"{name}_us" for name in ready[0]} == timed

@@ -233,6 +233,14 @@ struct Service {
         if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
     }
 
+    // u of a pass, by the tokens of the step before.
+    __device__ __forceinline__ void bring_u(const Pass& next, bool alive) const {
+        const bool needs_token = next.index >= passes.groups;
+        if (kPostsAlone && needs_token) return follow(passes.at(next.index - 1), next, alive);
+        if (needs_token) receive(passes.at(next.index - passes.groups), alive);
+        stage_u(next);
+    }
+
     // One of these rows of W1 is the next u, and this early it is in L2 in time. By the first of `lanes` lanes.
     __device__ __forceinline__ void prefetch_u(u64 key, int lane) const {
         if (key != 0 && lane < TPW_RANK / 64) asm volatile("prefetch.global.L2 [%0];" ::"l"(u_row(p, target_id(p, key)) + lane * 8));
@@ -298,28 +306,36 @@ struct Service {
                 if (lane == 0) mbarrier_arrive(&s.control->contributed[pass.buffer()]);
             }
             if (alive) {
-                if constexpr (kLogits) logits().start(pass);
+                if constexpr (kLogits && !kPeerLogits) logits().start(pass);
                 if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
                 if constexpr (kLogits) {
-                    logits().copy(pass);
+                    if constexpr (!kPeerLogits) logits().copy(pass);
                     if (p.lse) lse().contribute(pass);
                 }
             }
-            // The buffer's base logits, and the logits in their place, have been read by all.
-            if constexpr (kLogits && kStagingWarps > 1) await_bulk_reads();
-            if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
-            // With one group of requests they have time until the step after next, with several until the next pass.
-            if constexpr (kColumnGroups > 1) stage_next_base(index);
-            if (index + lead() >= passes.count) continue;
-            const Pass next = passes.at(index + lead());
-            const bool needs_token = next.index >= passes.groups;
-            if (kPostsAlone && needs_token) {
-                follow(passes.at(next.index - 1), next, alive);
+            // Base logits come where others, or the logits made from them, have been read by all. With one group of requests they have time
+            // until the step after next, with several until the next pass.
+            if constexpr (kPeerLogits) {
+                if constexpr (kColumnGroups == 1) {
+                    named_barrier(kServiceBarrier, kServiceThreads);
+                    if (index > 0) stage_next_base(index - 1);
+                }
+                if (index + lead() < passes.count) bring_u(passes.at(index + lead()), alive);
+                // Behind u: the exchange's words would wait for the columns on their way.
+                if (alive) logits().start(pass), logits().copy(pass);
+                if constexpr (kColumnGroups > 1) {
+                    await_bulk_reads();
+                    named_barrier(kServiceBarrier, kServiceThreads);
+                    stage_next_base(index);
+                }
             } else {
-                if (needs_token) receive(passes.at(next.index - passes.groups), alive);
-                stage_u(next);
+                if constexpr (kLogits && kColumnGroups > 1) await_bulk_reads();
+                if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
+                if constexpr (kColumnGroups > 1) stage_next_base(index);
+                if (index + lead() >= passes.count) continue;
+                bring_u(passes.at(index + lead()), alive);
+                if constexpr (kColumnGroups == 1) stage_next_base(index);
             }
-            if constexpr (kColumnGroups == 1) stage_next_base(index);
         }
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
         if (passes.count > 0) combine_lse(passes.at(passes.count - 1));

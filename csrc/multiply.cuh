@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
 }
 
 // All tiles of this warp; leaves its lanes' best rows in shared memory. `mine` is of this pass, and new. ready(): of one request in
-// int8, waits for u; false if the walk has failed.
+// int8, waits for u; false if the walk has failed: then the resident tiles are left out, and what is left there is of no use.
 template <typename Ready>
 __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
                                          LaneRequests& mine, [[maybe_unused]] const WeightStream& stream, [[maybe_unused]] const Ready& ready) {
@@ -200,7 +200,8 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
         return true;
     };
     if constexpr (kStreams) {
-        // First what is in the slots already: what follows it comes while the resident tiles are multiplied.
+        // First the tiles that are in the slots, or begin there: what follows them comes while the resident tiles are multiplied.
+        // Every chunk is taken, whether the resident tiles were multiplied or the walk has failed. A loop: one copy of the code.
         const int first = stream.first_slot(), middle = min(first + (kStreamSlots + kTileChunks - 1) / kTileChunks, stream.end_slot());
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {

@@ -281,8 +281,8 @@ struct Service {
         stage_base(p, s, cta, passes.at(index + 2), share);
     }
 
-    // After a failure all warps of both kinds go on through the remaining passes, without the work: each pass keeps its
-    // arrivals, barriers and copies, so that nobody waits for a warp that has left.
+    // After a failure all warps of both kinds go on through the remaining passes, without the work (but what is streamed is
+    // multiplied all the same): each pass keeps its arrivals, barriers and copies, so that nobody waits for a warp that has left.
     __device__ __forceinline__ void run() {
         start();
         named_barrier_arrive(kStartBarrier, kThreads);

@@ -117,6 +117,27 @@ __device__ __forceinline__ void multiply_register_tiles(const WalkParams& p, con
     slot += kBeside;
 }
 
+// A streamed tile that doesn't come through slots: loaded once u is there, 8 fragments at a time.
+__device__ __forceinline__ void multiply_loaded(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int shared_slot,
+                                                const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
+    const Fragment* source = p.w2_fragments +
+                             (static_cast<int64_t>(cta.index) * kTilesPerCta + (kRegTiles + shared_slot) * kMultiplyWarps + cta.warp) * (kSteps * kWarpSize) + cta.lane;
+    Dot::Accumulator acc[1][kColumnGroups][4] = {};
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kChunkSteps) {
+        Fragment a[kChunkSteps];
+#pragma unroll
+        for (int i = 0; i < kChunkSteps; ++i) a[i] = load_weights(source + (first + i) * kWarpSize);
+#pragma unroll
+        for (int i = 0; i < kChunkSteps; ++i)
+#pragma unroll
+            for (int group = 0; group < kColumnGroups; ++group)
+                Dot::mma(acc[0][group], a[i], *reinterpret_cast<const uint2*>(b[group] + 32 * (first + i)));
+    }
+    const int slots[1] = {kRegTiles + shared_slot};
+    mine.add_tiles<1>(p, s, cta, pass, slots, acc);
+}
+
 // The warp's streamed tiles in these slots, one after the other.
 __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const WeightStream& stream, int first,
                                                   int end, const unsigned char* const (&b)[kColumnGroups], LaneRequests& mine) {
@@ -208,8 +229,11 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
             multiply_streamed(p, s, cta, pass, stream, turn == 0 ? first : middle, turn == 0 ? middle : stream.end_slot(), b, mine);
             if (turn == 0) resident_tiles();
         }
-    } else if (!resident_tiles()) {
-        return;
+    } else {
+        if (!resident_tiles()) return;
+        // In the same order; which warp has one follows from its number alone.
+        for (int tile = kRegTiles * kMultiplyWarps + kSmemTiles; tile < kTilesPerCta; ++tile)
+            if (tile % kMultiplyWarps == cta.warp) multiply_loaded(p, s, cta, pass, tile / kMultiplyWarps - kRegTiles, b, mine);
     }
 
     Best* out = s.best + pass.buffer() * kRequests * kBestStride;

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -47,7 +48,8 @@ class Walk:
     """How a problem is walked.
 
     base: "full", "sharded" (with five NaN columns behind each shard), or "aligned" (full, rows on 16 bytes). valid: of
-    the batch's rows, or None for all, without num_valid. streams: shared memory is too small for all of W2.
+    the batch's rows, or None for all, without num_valid. streams: shared memory is too small for all of W2, and the
+    rest comes through slots, or is loaded.
     """
 
     plan: str
@@ -60,7 +62,7 @@ class Walk:
     valid: int | None = None
     shards: Sequence[Shard] | None = None
     max_batch: int | None = None
-    streams: bool = False
+    streams: Literal["", "slots", "loads"] = ""
 
 
 def base_of(problem: Problem, layout: str, shard: Shard) -> torch.Tensor:
@@ -107,7 +109,8 @@ def check(problem: Problem, how: Walk, folder: Path) -> None:
             peer_logits=buffers,
         )
         executor = EXECUTORS[how.plan](context)
-        assert bool(executor._placement.streamed_tiles) == how.streams
+        placed = executor._placement
+        assert (placed.streamed_tiles > 0, placed.stream_slots > 0) == (how.streams != "", how.streams == "slots")
         checker = InputChecker(
             vocab, head.target_vocab_size, shard, max_batch, gamma, context.rounding, torch.device("cpu")
         )
@@ -230,25 +233,24 @@ CASES = {
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),
     "greedy-passes": Case(tp(1, 2, logits="none", lse=False, base="aligned"), 1024, 40, gamma=2, sampled=False),
     "greedy-four-passes": Case(tp(2, 2, logits="none", lse=False), 1003, 64, sampled=False),
-    "tokens-streamed": Case(tp(1, 1, 52_000 + SLOTS, streams=True, logits="none", lse=False), 1003, 3),
-    "tokens-streamed-by-one-slot": Case(
-        tp(1, 1, 52_000 + STREAM_SLOT_BYTES, streams=True, logits="none", lse=False), 1003, 3
-    ),
+    "tokens-streamed": Case(tp(1, 1, 52_000 + SLOTS, streams="slots", logits="none", lse=False), 1003, 3),
+    "tokens-loaded": Case(tp(1, 1, 52_000, streams="loads", logits="none", lse=False), 1003, 3),
     # More CTAs than a warp has lanes.
     "many-ctas": Case(tp(1, 33, logits="none"), 520, 3, gamma=2, rounding="once", equals=True),
     # Half as many tiles in registers.
     "r512": Case(tp(2, 2, logits="local"), 700, 3, rank=512, rounding="once", sampled=False),
-    "r512-streamed": Case(tp(1, 1, 150_000 + SLOTS, streams=True, logits="local"), 500, 12, rank=512, gamma=2),
+    "r512-streamed": Case(tp(1, 1, 150_000 + SLOTS, streams="slots", logits="local"), 500, 12, rank=512, gamma=2),
     # int8: one request, whose pairs of tiles are shared out over the columns (a tile alone, three pairs and one, four,
     # five and streamed ones), four requests, eight in two groups of columns.
     "int8-tile": Case(int8(1, 2, logits="local"), 150, 1, equals=True),
     "int8-one": Case(int8(1, 1, logits="local", base="aligned"), 910, 1, gamma=4, draft=True),
     "int8-one-equals": Case(int8(1, 1, logits="local"), 1003, 1, gamma=16, equals=True),
     "int8-one-tokens": Case(int8(1, 1, logits="none", lse=False), 1280, 1, sampled=False),
-    "int8-one-streamed": Case(int8(1, 1, 75_000 + SLOTS, streams=True, logits="local"), 1403, 1, rounding="once"),
+    "int8-one-streamed": Case(int8(1, 1, 75_000 + SLOTS, streams="slots", logits="local"), 1403, 1, rounding="once"),
     "int8-one-streamed-greedy": Case(
-        int8(1, 1, 75_000 + SLOTS, streams=True, logits="local"), 1403, 1, gamma=6, rounding="once", sampled=False
+        int8(1, 1, 75_000 + SLOTS, streams="slots", logits="local"), 1403, 1, gamma=6, rounding="once", sampled=False
     ),
+    "int8-one-loaded": Case(int8(1, 1, 75_000, streams="loads", logits="local"), 1403, 1, gamma=2),
     "int8-one-fp32": Case(int8(1, 1, logits="local"), 1003, 1, rounding="none"),
     "int8": Case(int8(1, 1, logits="local"), 1003, 4, draft=True),
     "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),
@@ -259,7 +261,7 @@ CASES = {
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),
     "split-whole-rows": Case(int8(2, 2, plan="int8_split", logits="none", valid=3), 417, 5),
     "split-one-request": Case(int8(2, 2, plan="int8_split", logits="local"), 417, 1),
-    "int8-r512": Case(int8(1, 2, 31_000 + SLOTS, streams=True, logits="none", lse=False), 1600, 2, rank=512),
+    "int8-r512": Case(int8(1, 2, 31_000, streams="loads", logits="none", lse=False), 600, 2, rank=512),
 }
 
 

@@ -11,7 +11,16 @@ import torch
 from host_build import build, needs_compiler
 
 from tp_walk import jit, kernels
-from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, MULTIPLY_WARPS, TILE_ROWS, place, row_order
+from tp_walk.placement import (
+    BF16_COLUMNS,
+    INT8_COLUMNS,
+    MULTIPLY_WARPS,
+    STREAM_SLOT_BYTES,
+    STREAM_SLOTS,
+    TILE_ROWS,
+    place,
+    row_order,
+)
 from tp_walk.precompile import HOPPER
 
 # Register tiles, shared and streamed ones; whole rounds, and rounds in which some or all warps' tiles have no partner.
@@ -121,3 +130,28 @@ def test_fragments_hold_the_rows_in_that_order(int8: bool) -> None:
                 held = words[tile, :, 4 * group : 4 * group + 4, number::2].contiguous().view(dtype)
                 held = held.view(placement.k_steps, 4, 2, 4 // dtype.itemsize).transpose(1, 2)
                 assert torch.equal(held, right)
+
+
+def test_tiles_without_room_come_by_slots_unless_they_are_few() -> None:
+    """Slots take the room of resident tiles: for a tile a warp, or fewer, that doesn't pay."""
+    seen = set()
+    for tiles in range(1, 81):
+        placed = place(
+            int8=False,
+            markov_rank=256,
+            rows=tiles * TILE_ROWS,
+            max_batch=1,
+            num_sms=1,
+            shared_limit=HOPPER.shared_limit,
+            sampled=False,
+            base_bytes=2,
+            rounding="engine",
+            columns=BF16_COLUMNS[0],
+        )
+        assert placed.shared_bytes <= HOPPER.shared_limit
+        slots = placed.stream_slots * STREAM_SLOT_BYTES
+        # What would be streamed if there were no slots.
+        few = placed.streamed_tiles - slots // (placed.k_steps * 512) <= MULTIPLY_WARPS
+        assert (placed.stream_slots > 0) == (placed.streamed_tiles > 0 and not few)
+        seen.add((placed.streamed_tiles > 0, placed.stream_slots))
+    assert seen == {(False, 0), (True, 0), (True, STREAM_SLOTS)}

@@ -36,12 +36,11 @@ def measured() -> PlanTable:
     return table
 
 
-def test_they_are_of_one_version_of_the_kernels(measured: PlanTable) -> None:
+def test_each_is_of_a_known_shape_and_says_what_it_is_of(measured: PlanTable) -> None:
     tables = shipped_tables()
     assert measured in tables
     assert [(table.machine.world_size, table.machine.vocab_size) for table in tables] == MEASURED
-    assert len({table.provenance["source"] for table in tables}) == 1
-    assert all(table.provenance["text"] for table in tables)
+    assert all(table.provenance["source"] and table.provenance["text"] for table in tables)
 
 
 @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: str(table.machine))

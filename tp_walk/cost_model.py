@@ -18,8 +18,8 @@
   `int8`, by request for `int8_split`. `int8_split` has it even where base logits are whole.
 
 The constants are of one and of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernels keep to
-them, and where they don't what fits the eight crossover tables that come with the package, each of whose times is met
-within a fifth. Other GPUs differ in all of them by similar factors, and only ratios decide.
+them, and where they don't what fits the eight crossover tables that come with the package. Each of their times is met
+within a fifth where the kernel holds all of its W2. Other GPUs differ in all of them by similar factors, and only ratios decide.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 
 from tp_walk.errors import PlanUnavailableError
-from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, Placement, place, requests_of, serves
+from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, STREAM_SLOT_BYTES, Placement, place, requests_of, serves
 from tp_walk.plan_table import Layout
 
 SMS = 132
@@ -54,14 +54,20 @@ COLD_BYTES_PER_US = 3.7e6
 # By groups of MMA columns in a pass. One: 128 bytes a clock of each SM's shared memory. Two are bound by what goes
 # on beside the dot products, with the base logits and the best rows of twice as many requests.
 MULTIPLY_BYTES_PER_US = {1: 41e6, 2: 15.6e6}
-# The streaming kernels, and nothing else: tp_bf16's step for one request on one GPU grows by 15.4 µs from V = 129,280
-# to 248,320, that is by 62.7 MB; HBM's rate. A step waits for the first tiles, but not where another pass goes on.
-STREAM_BYTES_PER_US = 4.06e6
-STREAM_START_US = 0.8
-# Base logits, a copy through HBM, reads alone.
+# The streaming kernels, and nothing else. Through slots, reads go on while warps wait, and what the slots hold is there
+# when they don't: at V = 248,320 a step for one request takes 6.8 µs on two GPUs, 6.5 in int8 on one, of which all else
+# is 3.1 and 2.4. What L2 can't hold comes from HBM again: tp_bf16 on one GPU, 23 µs, for 94 MB.
+L2_BYTES = 50e6
+L2_BYTES_PER_US = 5.4e6
+# Loaded tiles, a few: a step waits for the first ones, but not where another pass goes on.
+LOAD_START_US = 0.8
+# Base logits, a copy through HBM, reads alone; and weights that are read again in each pass.
 HBM_BYTES_PER_US = 4.3e6
 # Draws of a GPU: a step of int8's 64 requests takes 26 to 40 µs more sampled than greedy, for V = 129,280 to 163,840.
 NOISE_COLUMNS_PER_US = 0.31e6
+# A streamed tile is drawn for by itself. Where a lane of tp_bf16 has two requests, that is twice as many draws as for a
+# pair of tiles, half of which hide behind the stream.
+STREAMED_NOISE = 0.5
 # Of the noise that is drawn ahead, what the agreement hides.
 HIDDEN_NOISE_US = 0.6
 
@@ -106,15 +112,16 @@ def seed_us(
     agreement = SINGLE_AGREEMENT_US if requests == 1 else AGREEMENT_US
     if is_sharded and world_size > 1:
         agreement += HOP_US
-    each = resident / MULTIPLY_BYTES_PER_US[groups] + streamed / STREAM_BYTES_PER_US
+    each = resident / MULTIPLY_BYTES_PER_US[groups] + _stream_us(placement, streamed)
     drawn = at_once * columns / NOISE_COLUMNS_PER_US if sampled else 0.0
     if sampled:
         agreement += SAMPLED_US
-        each += drawn if groups > 1 else max(0.0, drawn - HIDDEN_NOISE_US)
+        lone = STREAMED_NOISE * streamed / placement.fragment_bytes if is_sharded and placement.stream_slots else 0.0
+        each += drawn * (1.0 + lone) if groups > 1 else max(0.0, drawn - HIDDEN_NOISE_US)
     if passes > 1:
         agreement = max(0.0, agreement - HIDING * (passes - 1) * each)
-    elif streamed:
-        agreement += STREAM_START_US
+    elif streamed and not placement.stream_slots:
+        agreement += LOAD_START_US
 
     start = START_US + requests * columns * BASE_BYTES / HBM_BYTES_PER_US
     if sampled:
@@ -144,6 +151,12 @@ def kernel_placement(int8: bool, markov_rank: int, rows: int, requests: int, sam
         except PlanUnavailableError:  # no room to stage so many at once: more passes
             continue
     return None
+
+
+def _stream_us(placement: Placement, streamed: float) -> float:
+    ahead = placement.grid * placement.stream_slots * STREAM_SLOT_BYTES
+    from_l2 = ahead > 0 and streamed <= L2_BYTES
+    return max(0.0, streamed - ahead) / (L2_BYTES_PER_US if from_l2 else HBM_BYTES_PER_US)
 
 
 def _spread_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:

@@ -19,7 +19,8 @@
 
 The constants are of one and of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernels keep to
 them, and where they don't what fits the eight crossover tables that come with the package. Each of their times is met
-within a fifth where the kernel holds all of its W2. Other GPUs differ in all of them by similar factors, and only ratios decide.
+within a fifth where the kernel holds all of its W2. Other GPUs differ in all of them by similar factors, and only
+ratios decide.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ COLD_BYTES_PER_US = 3.7e6
 # on beside the dot products, with the base logits and the best rows of twice as many requests.
 MULTIPLY_BYTES_PER_US = {1: 41e6, 2: 15.6e6}
 # The streaming kernels, and nothing else. Through slots, reads go on while warps wait, and what the slots hold is there
-# when they don't: at V = 248,320 a step for one request takes 6.8 µs on two GPUs, 6.5 in int8 on one, of which all else
-# is 3.1 and 2.4. What L2 can't hold comes from HBM again: tp_bf16 on one GPU, 23 µs, for 94 MB.
+# when they don't: at V = 248,320 a step for one request takes 6.8 µs on two GPUs, 6.5 in int8 on one, of which all
+# else is 3.1 and 2.4. What L2 can't hold comes from HBM again: tp_bf16 on one GPU, 23 µs, for 94 MB.
 L2_BYTES = 50e6
 L2_BYTES_PER_US = 5.4e6
 # Loaded tiles, a few: a step waits for the first ones, but not where another pass goes on.

@@ -125,7 +125,6 @@ struct AllLaneRows {
 // Sampled, with two groups of columns, pairs of tiles take turns, and so do the groups of a pair: see multiply(). What a warp goes
 // through in a pass then is 16 KB of code instead of 35.
 constexpr bool kTilesTakeTurns = kColumnGroups > 1 && kRegTiles % 2 == 0 && kSampled && !TPW_INT8;
-constexpr bool kGroupsTakeTurns = kTilesTakeTurns;
 static_assert(kColumnGroups <= 2, "of two groups, each is the other one's next");
 
 // What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each.
@@ -302,7 +301,7 @@ struct LaneRequests {
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
                                               Dot::Accumulator (*acc)[kColumnGroups][4]) {
-        if constexpr (kGroupsTakeTurns) {
+        if constexpr (kTilesTakeTurns) {
 #pragma unroll 1
             for (int group = 0; group < kColumnGroups; ++group) {
                 add_group<kTiles>(p, s, cta, pass, slots, group, 0, acc);

@@ -34,6 +34,7 @@ import tp_walk
 from tp_walk.blind_base import FILE_NAME, BlindBase, BlindBaseFit
 from tp_walk.config import MAX_GAMMA, settings
 from tp_walk.errors import WalkError, WalkInputError, WalkMismatch, WalkTimeout
+from tp_walk.files import check_writable
 from tp_walk.group import WalkGroup
 from tp_walk.plan import PLAN_NAMES
 from tp_walk.serving import ContinuousBatch, QualityMeter, Request, StopSignal, accepted_length
@@ -150,6 +151,12 @@ def text_work(options: Options, control: WalkGroup, stop: StopSignal) -> Work | 
 
     def fit_once() -> None:
         if control.rank == 0 and not (fitted / "model.safetensors").exists():
+            try:
+                check_writable(fitted.parent)
+            except OSError as error:
+                raise WalkInputError(
+                    f"the fitted head can't be kept in {fitted.parent} ({error}): TP_WALK_DATA_DIR names another folder"
+                ) from error
             fit_text_head(fitted, stop)
 
     def load() -> Work:

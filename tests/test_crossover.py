@@ -220,7 +220,10 @@ class TestPlanCommand:
         result = invoke(crossover_cli.plan, "--gpu", "h200", "--nproc", "2", "--batch", "8,64")
         assert result.exit_code == 0
         first, second = result.output.splitlines()
-        assert first == f"batch 8: int8, 40.0 µs expected; next tp_bf16, 1.10 × (measured 2026-11-29 on {MACHINE})"
+        assert first == (
+            "batch 8: int8, 40.0 µs expected; next tp_bf16, 1.10 × "
+            f"(measured 2026-11-29 on {MACHINE}; a table that comes with tp_walk)"
+        )
         assert second.startswith("batch 64: tp_bf16, 46.0 µs expected")
         assert "nearest measured batch 16" in second
 

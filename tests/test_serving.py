@@ -324,6 +324,17 @@ def test_complaints_are_one_line(
     assert says in line
 
 
+def test_a_data_directory_that_cannot_be_written_is_found_out_before_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TP_WALK_DATA_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(serve_walk, "fit_text_head", lambda *_: pytest.fail("it is fitted"))
+    assert run_here(monkeypatch, "--blocks", 1) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TP_WALK_DATA_DIR names another folder" in line
+
+
 def test_heads_that_are_not_the_tokenizers(
     small_head: tuple[Path, Path],
     tmp_path: Path,

@@ -15,7 +15,7 @@ from tp_walk.config import WalkShape
 from tp_walk.cost_model import KNOWN_PLANS, kernel_placement, seed_us
 from tp_walk.plan import EXECUTORS
 from tp_walk.plan_table import LAYOUTS, Machine, PlanTable, Row, find_table, shipped_tables
-from tp_walk.selection import Selector
+from tp_walk.selection import Selector, origin
 
 H200S = Machine("NVIDIA H200", 2, "NVLink", 151_936, 256)
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -79,7 +79,7 @@ def test_certified_is_taken_where_it_is_held_and_not_for_logits(measured: PlanTa
     held = Selector(H200S, measured, EXECUTORS)
     plan = held(1, 7, False, "sharded")
     assert plan.name == "certified"
-    assert plan.provenance.endswith(f"; certified on {measured.provenance['text']}")
+    assert f"; certified on {measured.provenance['text']}" in plan.provenance
     without = held.among([name for name in EXECUTORS if name != "certified"])
     for batch in range(1, 65):
         for layout in LAYOUTS:
@@ -93,11 +93,49 @@ def test_a_laptop_answers_from_it(measured: PlanTable) -> None:
     assert here.exit_code == 0
     assert here.output.startswith("batch 8: tp_bf16, ")
     date, text = (measured.provenance[name] for name in ("date", "text"))
-    assert here.output.endswith(f"(measured {date} on {H200S}; certified on {text})\n")
+    assert here.output.endswith(f"(measured {date} on {H200S}; certified on {text}; a table that comes with tp_walk)\n")
     other = CliRunner().invoke(crossover_cli.plan, [*arguments, "--vocab", str(UNMEASURED)])
     assert f"(seed, from the hardware's limits; measure with: tp-walk crossover --nproc 2 --vocab {UNMEASURED}" in (
         other.output
     )
+
+
+def test_a_table_of_ones_own_says_so(measured: PlanTable) -> None:
+    measured.write(plan_table.user_path(H200S))
+    assert "comes with" in origin(measured)  # the same times
+    others = PlanTable(measured.machine, measured.provenance | {"date": "yesterday"}, measured.rows)
+    others.write(plan_table.user_path(H200S))
+    answer = CliRunner().invoke(crossover_cli.plan, ["--gpu", "H200", "--nproc", "2"]).output
+    assert answer.endswith("a table of your own)\n")
+    assert "measured yesterday" in answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "A100"], "no GPU of these is named 'A100'"),
+        (["--gpu", "nonsense"], "plan reference runs"),
+        (["--gpu", "H200", "--nproc", "2", "--vocab", "2000000"], "no kernel is known to hold"),
+        (["--gpu", "H200", "--gamma", "65"], "65 is not in the range"),
+    ],
+)
+def test_what_no_kernel_runs_has_no_time(arguments: list[str], said: str) -> None:
+    answer = CliRunner().invoke(crossover_cli.plan, arguments)
+    assert answer.exit_code != 0
+    assert said in answer.output
+
+
+def test_the_kill_switch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_WALK_PLAN", "reference")
+    answer = CliRunner().invoke(crossover_cli.plan, ["--gpu", "H200"])
+    assert "TP_WALK_PLAN forces reference" in answer.output
+
+
+def test_tp_bf16_is_not_chosen_for_three_gpus() -> None:
+    for batch in (1, 8, 64):
+        answer = CliRunner().invoke(crossover_cli.plan, ["--gpu", "H200", "--nproc", "3", "--batch", str(batch)])
+        assert answer.exit_code == 0
+        assert "tp_bf16" not in answer.output
 
 
 def seed(table: PlanTable, row: Row, plan: str) -> float:

@@ -9,7 +9,7 @@ from tp_walk.config import Rounding
 from tp_walk.executors import TpBf16Executor
 from tp_walk.int8_executors import Int8Executor
 from tp_walk.placement import MULTIPLY_REGISTERS, MULTIPLY_WARPS, SERVICE_REGISTERS, SERVICE_WARPS, WARP_SIZE
-from tp_walk.precompile import HOPPER
+from tp_walk.precompile import HOPPER, jobs
 
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
 SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1), (True, 151_936, 2), (True, 151_936, 8)]
@@ -172,3 +172,12 @@ def test_shares_of_plan_certified(batch: int, gamma: int, ranks: int, expected: 
         shared_limit=HOPPER.shared_limit,
     )
     assert certified.shares(batch, gamma, ranks, one) == expected
+
+
+def test_three_ranks_have_the_kernels_of_one_gpu_alone() -> None:
+    wanted = jobs(2_384, 256, [3], 1, ["engine"])
+    assert {job.purpose.split(" on ")[0].split(" of ")[0] for job in wanted} == {
+        "int8",
+        "int8 and int8_split",
+        "self-test",
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tp_walk.bench import numbers
 from tp_walk.config import ROUNDINGS, Rounding, settings
 from tp_walk.doctor import RankReport, Report, examine
 from tp_walk.errors import WalkError
+from tp_walk.files import check_writable
 from tp_walk.head import MarkovHead
 from tp_walk.precompile import HOPPER, compile_together, jobs
 
@@ -80,8 +80,7 @@ def compile_ahead(
         vocab_sizes, markov_rank = (weights.vocab_size,), weights.markov_rank
     cache_dir = settings().cache_dir
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=cache_dir).close()
+        check_writable(cache_dir)
     except OSError as error:
         raise click.ClickException(
             f"{cache_dir} can't be written ({error}): TP_WALK_CACHE_DIR names another"

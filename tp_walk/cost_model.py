@@ -28,6 +28,8 @@ from __future__ import annotations
 import math
 
 from tp_walk.errors import PlanUnavailableError
+from tp_walk.kernels import MAX_VOCAB_SIZE, TP_WORLD_SIZES
+from tp_walk.mailbox import MAX_WORLD_SIZE
 from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, STREAM_SLOT_BYTES, Placement, place, requests_of, serves
 from tp_walk.plan_table import Layout
 
@@ -94,8 +96,12 @@ def seed_us(
     sampled: bool,
     layout: Layout,
 ) -> float | None:
-    """Expected µs of a block; None for plans that this model doesn't know, and for heads that kernels don't hold."""
-    if plan not in KNOWN_PLANS or (plan == "int8_split" and world_size == 1):
+    """Expected µs of a block; None for plans that this model doesn't know, and where none of their kernels run."""
+    if plan not in KNOWN_PLANS or vocab_size > MAX_VOCAB_SIZE:
+        return None
+    if world_size not in {"tp_bf16": TP_WORLD_SIZES, "int8_split": range(2, MAX_WORLD_SIZE + 1)}.get(
+        plan, (world_size,)
+    ):
         return None
     is_sharded = plan == "tp_bf16"
     columns = math.ceil(vocab_size / world_size) if is_sharded else vocab_size

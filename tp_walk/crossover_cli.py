@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterable
@@ -20,18 +21,22 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from tp_walk import blind_base
 from tp_walk.bench import numbers
-from tp_walk.config import WalkShape
+from tp_walk.config import MAX_GAMMA, WalkShape, settings
 from tp_walk.crossover import Request, measure
 from tp_walk.crossover_plot import plot
+from tp_walk.files import check_writable
 from tp_walk.head import MarkovHead
 from tp_walk.plan import EXECUTORS
 from tp_walk.plan_table import LAYOUTS, MODES, Layout, Machine, Mode, PlanTable, Row, Sample, known_tables, user_path
 from tp_walk.ranks import run_ranks
-from tp_walk.selection import Selector, machine_here
+from tp_walk.selection import Selector, machine_here, origin
 from tp_walk.text_workload import TextBlocks
 from tp_walk.topology import gpu_of, other_use
 
 INTERRUPTED = 130
+# Models of compute capability 9.0, as a part of the driver's name for them.
+HOPPER_MODELS = ("H100", "H200", "H20", "H800", "GH200")
+_HOPPER = re.compile(rf"\b({'|'.join(HOPPER_MODELS)})\b", re.IGNORECASE)
 
 
 def _choices(allowed: tuple[str, ...]) -> Any:
@@ -111,7 +116,7 @@ def crossover(
 @click.option("--gpu", help="A model, or a part of its name, such as H200.  [default: the one here]")
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks.")
 @click.option("--batch", "batches", callback=numbers, default="1", show_default=True, help="One, or several: 1,8,64.")
-@click.option("--gamma", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), default=7, show_default=True)
 @click.option("--mode", type=click.Choice(MODES), default="greedy", show_default=True)
 @click.option("--layout", type=click.Choice(LAYOUTS), help="[default: sharded where there are several ranks]")
 @click.option("--vocab", "vocab_size", type=click.IntRange(min=1), default=151_936, show_default=True)
@@ -127,6 +132,13 @@ def plan(
     markov_rank: int,
 ) -> None:
     """Say which plan a walk should take, and why. Needs no GPU: tables of known machines come with tp_walk."""
+    if gpu is not None and not _HOPPER.search(gpu):
+        raise click.ClickException(
+            f"the kernels are for NVIDIA Hopper ({', '.join(HOPPER_MODELS)}), and no GPU of these is named {gpu!r}; on "
+            f"others plan reference runs"
+        )
+    if forced := settings().plan:
+        click.echo(f"TP_WALK_PLAN forces {forced} on every walk that is started here. Without it:", err=True)
     shape = WalkShape(vocab_size, markov_rank, nproc)
     machine, table = machine_here(shape) if gpu is None else None, None
     for known in known_tables():
@@ -139,7 +151,7 @@ def plan(
             machine, table = known.machine, known
             break
     machine = machine or Machine(gpu or "", nproc, "unknown" if nproc > 1 else "none", vocab_size, markov_rank)
-    selector = Selector(machine, table, EXECUTORS)
+    selector = Selector(machine, table, EXECUTORS, "" if table is None else origin(table))
     for batch in batches:
         chosen = selector(batch, gamma, mode == "sampled", layout or ("sharded" if nproc > 1 else "full"))
         if chosen.expected_us is None:
@@ -229,8 +241,7 @@ def _check_gpus(nproc: int, force: bool) -> None:
 
 def _is_writable(path: Path) -> bool:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+        check_writable(path.parent)
     except OSError:
         return False
     return True

@@ -15,6 +15,7 @@ from tp_walk.kernels import (
     MAX_VOCAB_SIZE,
     ROUNDING_CODES,
     THREADS,
+    TP_WORLD_SIZES,
     Specialisation,
     WalkParams,
     keeps_logits,
@@ -337,7 +338,7 @@ class TpBf16Executor(KernelExecutor):
     int8 = False
 
     def __init__(self, context: ExecutorContext) -> None:
-        if context.shape.world_size not in (1, 2, 4, 8):
+        if context.shape.world_size not in TP_WORLD_SIZES:
             raise PlanUnavailableError(f"plan tp_bf16 runs at world size 1, 2, 4 and 8, not {context.shape.world_size}")
         super().__init__(context, ranks=context.shape.world_size, shard=context.shard)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from pathlib import Path
+
+
+def check_writable(directory: Path) -> None:
+    """Makes the folder if need be. Raises OSError where no file can be made in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=directory).close()
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -34,6 +34,7 @@ from tp_walk.status import status_defines
 
 ROUNDING_CODES: dict[Rounding, int] = {"engine": 0, "once": 1, "none": 2}
 LOGITS_CODES = {"none": 0, "local": 1, "full": 2}
+TP_WORLD_SIZES = (1, 2, 4, 8)  # csrc/exchange.cuh reduces ranks by butterflies
 MAX_VOCAB_SIZE = 1 << 20  # ids that csrc/candidate.cuh has bits for
 THREADS = (MULTIPLY_WARPS + SERVICE_WARPS) * WARP_SIZE
 _PLANE_CHUNK = 16_384  # rows of W1 whose fp32 intermediates are held at once

@@ -113,6 +113,9 @@ def _walk_jobs(
     refusals: list[str],
 ) -> Iterator[Job]:
     for plan, int8, ranks, rows in _layouts(vocab_size, world_size):
+        if not int8 and ranks not in kernels.TP_WORLD_SIZES:
+            refusals.append(f"{plan} runs at world size 1, 2, 4 and 8")
+            continue
         for rounding in roundings:
             try:
                 specialisations = kernels.specialisations(
@@ -137,6 +140,8 @@ def _walk_jobs(
 def _certify_jobs(
     vocab_size: int, markov_rank: int, world_size: int, max_batch: int, roundings: Sequence[Rounding], target: Target
 ) -> Iterator[Job]:
+    if world_size not in kernels.TP_WORLD_SIZES:
+        return  # what it leaves, tp_bf16 walks
     purpose = f"certified on {world_size}"
     for rounding in roundings:
         try:

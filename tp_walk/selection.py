@@ -16,7 +16,7 @@ from tp_walk.cost_model import seed_us
 from tp_walk.errors import PlanUnavailableError, WalkMismatch
 from tp_walk.group import WalkGroup
 from tp_walk.plan import EXECUTORS, PLAN_NAMES, REFERENCE_PLANS, SLOW_TO_REPORT, Plan
-from tp_walk.plan_table import Layout, Machine, Mode, PlanTable, find_table, software
+from tp_walk.plan_table import Layout, Machine, Mode, PlanTable, find_table, shipped_tables, software
 from tp_walk.topology import Gpu, gpu_of, link_between
 
 # From the worst to the best; a group is as well connected as the worst pair of its ranks.
@@ -28,11 +28,11 @@ class Selector:
 
     plans: those that can run, one at least. The definitions are chosen only where nothing else can run, and then the
         first: they are there to be right.
-    changed: what differs between the software here and that of the table, in words; "" when nothing does.
+    notes: on the table, in words: see `notes_on`.
     """
 
-    def __init__(self, machine: Machine, table: PlanTable | None, plans: Collection[str], changed: str = "") -> None:
-        self.machine, self.table, self._changed = machine, table, changed
+    def __init__(self, machine: Machine, table: PlanTable | None, plans: Collection[str], notes: str = "") -> None:
+        self.machine, self.table, self._notes = machine, table, notes
         self._plans = _choosable(plans)
         self._known: dict[tuple[int, int, bool, Layout], Plan] = {}
 
@@ -50,9 +50,9 @@ class Selector:
         if self.table is not None:
             estimate = self.table.estimate(layout, mode, gamma, batch, self._plans)
             if estimate is not None:
-                about = self.table.provenance
-                text = f"certified on {about.get('text') or 'random weights'}" if "certified" in estimate.us else ""
-                parts = [f"measured {about.get('date')} on {machine}", estimate.how, text, self._changed]
+                then = self.table.provenance
+                text = f"certified on {then.get('text') or 'random weights'}" if "certified" in estimate.us else ""
+                parts = [f"measured {then.get('date')} on {machine}", estimate.how, text, self._notes]
                 return dict(estimate.us), "; ".join(part for part in parts if part)
         seeds = {
             plan: seed_us(
@@ -72,7 +72,7 @@ class Selector:
 
     def among(self, plans: Collection[str]) -> Selector:
         """The selector of the same table for other plans."""
-        return Selector(self.machine, self.table, plans, self._changed)
+        return Selector(self.machine, self.table, plans, self._notes)
 
     @cached_property
     def reporting(self) -> Selector:
@@ -110,7 +110,7 @@ def agree_on_selector(group: WalkGroup, device: torch.device, shape: WalkShape, 
 
     def look() -> tuple[PlanTable | None, str]:
         table = find_table(machine) if needs_table and group.rank == 0 else None
-        return table, "" if table is None else changes(table.provenance, software())
+        return table, "" if table is None else notes_on(table)
 
     table, changed = group.all_gather_object(group.stage("look for a crossover table", look))[0]
     selector = Selector(machine, table, plans, changed)
@@ -132,7 +132,7 @@ def select_here(shape: WalkShape, batch: int, gamma: int, sampled: bool, layout:
     """
     machine = machine_here(shape)
     table = find_table(machine)
-    selector = Selector(machine, table, EXECUTORS, "" if table is None else changes(table.provenance, software()))
+    selector = Selector(machine, table, EXECUTORS, "" if table is None else notes_on(table))
     return selector(batch, gamma, sampled, layout or ("sharded" if shape.world_size > 1 else "full"))
 
 
@@ -164,6 +164,16 @@ def machine_of(group: WalkGroup, device: torch.device, shape: WalkShape) -> Mach
     link = _worst(group.all_gather_object(group.stage("look at the links between GPUs", worst_link)))
     names = dict.fromkeys("CPU" if gpu is None else gpu.name for gpu in gpus)
     return Machine(" + ".join(names), group.world_size, link, shape.vocab_size, shape.markov_rank)
+
+
+def origin(table: PlanTable) -> str:
+    """Whose table it is, in words."""
+    return "a table that comes with tp_walk" if table in shipped_tables() else "a table of your own"
+
+
+def notes_on(table: PlanTable) -> str:
+    """Whose table it is, and what of its software has changed since, in words."""
+    return "; ".join(part for part in (origin(table), changes(table.provenance, software())) if part)
 
 
 def changes(then: Mapping[str, str | None], now: Mapping[str, str | None]) -> str:

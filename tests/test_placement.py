@@ -18,6 +18,8 @@ from tp_walk.placement import (
     STREAM_SLOT_BYTES,
     STREAM_SLOTS,
     TILE_ROWS,
+    ColumnUse,
+    Placement,
     place,
     row_order,
 )
@@ -52,22 +54,26 @@ def test_a_lanes_rows_are_consecutive(tiles: int) -> None:
                 assert lane_rows(tiles, partner, group) == (first + 2, first + 3)
 
 
+def placed_in_one_cta(tiles: int, columns: ColumnUse, int8: bool = False, markov_rank: int = 256) -> Placement:
+    return place(
+        int8=int8,
+        markov_rank=markov_rank,
+        rows=tiles * TILE_ROWS,
+        max_batch=64,
+        num_sms=1,
+        shared_limit=HOPPER.shared_limit,
+        sampled=False,
+        base_bytes=2,
+        rounding="engine",
+        columns=columns,
+    )
+
+
 @pytest.mark.parametrize(("int8", "markov_rank"), [(False, 256), (False, 512), (True, 256), (True, 512)])
 def test_a_register_tile_beyond_the_first_is_every_warps(int8: bool, markov_rank: int) -> None:
     """The kernel pairs register tiles without a look at the CTA's tiles."""
     for tiles, columns in itertools.product(range(1, 81), INT8_COLUMNS if int8 else BF16_COLUMNS):
-        placed = place(
-            int8=int8,
-            markov_rank=markov_rank,
-            rows=tiles * TILE_ROWS,
-            max_batch=64,
-            num_sms=1,
-            shared_limit=HOPPER.shared_limit,
-            sampled=False,
-            base_bytes=2,
-            rounding="engine",
-            columns=columns,
-        )
+        placed = placed_in_one_cta(tiles, columns, int8, markov_rank)
         assert placed.tiles_per_cta == tiles
         assert placed.reg_tiles == 1 or placed.reg_tiles * MULTIPLY_WARPS <= tiles
 
@@ -136,18 +142,7 @@ def test_tiles_without_room_come_by_slots_unless_they_are_few() -> None:
     """Slots take the room of resident tiles: for a tile a warp, or fewer, that doesn't pay."""
     seen = set()
     for tiles in range(1, 81):
-        placed = place(
-            int8=False,
-            markov_rank=256,
-            rows=tiles * TILE_ROWS,
-            max_batch=1,
-            num_sms=1,
-            shared_limit=HOPPER.shared_limit,
-            sampled=False,
-            base_bytes=2,
-            rounding="engine",
-            columns=BF16_COLUMNS[0],
-        )
+        placed = placed_in_one_cta(tiles, BF16_COLUMNS[0])
         assert placed.shared_bytes <= HOPPER.shared_limit
         slots = placed.stream_slots * STREAM_SLOT_BYTES
         # What would be streamed if there were no slots.

@@ -147,14 +147,6 @@ def seed(table: PlanTable, row: Row, plan: str) -> float:
     return us
 
 
-def streams(vocab_size: int, world_size: int, plan: str, batch: int, sampled: bool) -> bool:
-    """Whether the kernel reads a part of W2 again in each step."""
-    requests = -(-batch // world_size) if plan == "int8_split" else batch
-    rows = -(-vocab_size // world_size) if plan == "tp_bf16" else vocab_size
-    placement = kernel_placement(plan != "tp_bf16", 256, rows, requests, sampled)
-    return placement is None or placement.streamed_tiles > 0
-
-
 class TestTheSeed:
     """The model's constants were fitted to these tables: these say that it is of the right form, and stays so."""
 
@@ -169,31 +161,32 @@ class TestTheSeed:
         assert sum(regrets) / len(regrets) < (1.01 if table.machine.world_size > 1 else 1.001)
 
     @pytest.mark.parametrize("table", shipped_tables(), ids=lambda table: str(table.machine))
-    def test_it_meets_every_time_of_kernels_that_hold_all_of_w2(self, table: PlanTable) -> None:
-        machine, met = table.machine, 0
+    def test_it_meets_every_measured_time(self, table: PlanTable) -> None:
         for row in table.rows:
             for plan in row.plans.keys() & {*KNOWN_PLANS}:
-                if streams(machine.vocab_size, machine.world_size, plan, row.batch, row.mode == "sampled"):
-                    continue
                 assert seed(table, row, plan) == pytest.approx(row.plans[plan].us, rel=0.2), (plan, row.place)
-                met += 1
-        assert (met > 0) == (machine.vocab_size < 248_320)
 
     def test_it_meets_the_times_of_one_gpu_in_the_bench(self) -> None:
-        """To which nothing was fitted."""
+        """To which nothing was fitted. Kernels that stream by slots are newer than it: theirs are in the tables."""
         bench = json.loads((REPOSITORY / "experiments" / "results" / "bench.json").read_text())
         times = [
             (plan, row, row[f"{plan}_1gpu_us"])
             for row in bench["rows"]
             for plan in ("tp_bf16", "int8")
             if row.get(f"{plan}_1gpu_us")
-            and not streams(row["vocab_size"], 1, plan, row["batch"], row["mode"] != "greedy")
+            and not streams_by_slots(plan, row["vocab_size"], row["batch"], row["mode"] != "greedy")
         ]
         assert times
         for plan, row, us in times:
             shape = {"vocab_size": row["vocab_size"], "markov_rank": 256, "world_size": 1, "layout": "full"}
             size = {"batch": row["batch"], "gamma": row["gamma"], "sampled": row["mode"] != "greedy"}
             assert seed_us(plan, **shape, **size) == pytest.approx(us, rel=0.2), (plan, size)
+
+
+def streams_by_slots(plan: str, vocab_size: int, batch: int, sampled: bool) -> bool:
+    placement = kernel_placement(plan != "tp_bf16", 256, vocab_size, batch, sampled)
+    assert placement is not None
+    return placement.stream_slots > 0
 
 
 def regrets_of_the_seed(table: PlanTable) -> list[float]:

@@ -1,7 +1,7 @@
 """What a plan should take, from a few physical costs: the seed of plan selection where nothing has been measured.
 
     block = launch + start + spread + cold read of the weights + γ · step
-    step  = agreement + hop + passes · (multiply + stream + noise)
+    step  = agreement + hop + passes · (multiply + noise, beside stream)
 
 - start: the first step's words, rows and logits come from cold memory, and its noise is drawn while nothing else goes
   on.
@@ -11,16 +11,15 @@
   work of the others.
 - multiply: the resident weights are read once for every pass, a group of requests that the tensor cores take together,
   and all of a pass's rows get their base logits and are compared.
-- stream: what doesn't fit, by the kernel's own arithmetic (`placement`), is read again in each pass; its dot products
-  are made meanwhile.
+- stream: what doesn't fit, by the kernel's own arithmetic (`placement`), is read again in each pass. Through slots
+  that goes on beside all else: the longer of the two counts, and a part of the other. Loaded tiles come on top.
 - noise: it is drawn for each column of a sampled request; in kernels for few requests ahead, during the agreement.
 - spread: the launch before the walk in which ranks send each other base logits that lie sharded, all of them for
   `int8`, by request for `int8_split`. `int8_split` has it even where base logits are whole.
 
 The constants are of one and of two H200s: limits of the hardware (DESIGN sections 5 and 6) where the kernels keep to
-them, and where they don't what fits the eight crossover tables that come with the package. Each of their times is met
-within a fifth where the kernel holds all of its W2. Other GPUs differ in all of them by similar factors, and only
-ratios decide.
+them, and where they don't what fits the eight crossover tables that come with the package. Each time of theirs is met
+within a fifth. Other GPUs differ in all of them by similar factors, and only ratios decide.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from __future__ import annotations
 import math
 
 from tp_walk.errors import PlanUnavailableError
-from tp_walk.kernels import MAX_VOCAB_SIZE, TP_WORLD_SIZES
+from tp_walk.kernels import MAX_VOCAB_SIZE, TP_WORLD_SIZES, column_uses
 from tp_walk.mailbox import MAX_WORLD_SIZE
-from tp_walk.placement import BF16_COLUMNS, INT8_COLUMNS, STREAM_SLOT_BYTES, Placement, place, requests_of, serves
+from tp_walk.placement import STREAM_SLOT_BYTES, Placement, place, requests_of
 from tp_walk.plan_table import Layout
 
 SMS = 132
@@ -57,20 +56,25 @@ COLD_BYTES_PER_US = 3.7e6
 # By groups of MMA columns in a pass. One: 128 bytes a clock of each SM's shared memory. Two are bound by what goes
 # on beside the dot products, with the base logits and the best rows of twice as many requests.
 MULTIPLY_BYTES_PER_US = {1: 41e6, 2: 15.6e6}
-# The streaming kernels, and nothing else. Through slots, reads go on while warps wait, and what the slots hold is there
-# when they don't: at V = 248,320 a step for one request takes 6.8 µs on two GPUs, 6.5 in int8 on one, of which all
-# else is 3.1 and 2.4. What L2 can't hold comes from HBM again: tp_bf16 on one GPU, 23 µs, for 94 MB.
-L2_BYTES = 50e6
-L2_BYTES_PER_US = 5.4e6
+# Streaming through slots, and nothing else: what they hold is there when a pass begins. At V = 248,320 a step for one
+# request takes 6.8 µs on two GPUs, and 23 on one, whose 94 MB L2 can't hold and HBM brings again.
+L2_BYTES = 47e6
+L2_BYTES_PER_US = 4.8e6
+STREAM_BYTES_PER_US = 4.1e6
+# Of the shorter of stream and work, what doesn't hide behind the longer.
+UNHIDDEN = 0.1
+# And of noise that is drawn ahead, by the warps that empty the slots: a lane of tp_bf16 draws for rows of its own, four
+# lanes of int8 share theirs.
+UNHIDDEN_NOISE = {False: 0.8, True: 0.2}  # by whether weights are int8
 # Loaded tiles, a few: a step waits for the first ones, but not where another pass goes on.
 LOAD_START_US = 0.8
-# Base logits, a copy through HBM, reads alone; and weights that are read again in each pass.
+# Base logits, a copy through HBM, reads alone; and loaded tiles.
 HBM_BYTES_PER_US = 4.3e6
 # Draws of a GPU: a step of int8's 64 requests takes 26 to 40 µs more sampled than greedy, for V = 129,280 to 163,840.
 NOISE_COLUMNS_PER_US = 0.31e6
-# A streamed tile is drawn for by itself. Where a lane of tp_bf16 has two requests, that is twice as many draws as for a
-# pair of tiles, half of which hide behind the stream.
-STREAMED_NOISE = 0.5
+# With two groups of columns, a tile that comes through slots is drawn for by itself: where a lane has two requests, in
+# tp_bf16, twice as many draws as for one of a pair.
+STREAMED_NOISE = {False: 1.0, True: 0.5}
 # Of the noise that is drawn ahead, what the agreement hides.
 HIDDEN_NOISE_US = 0.6
 
@@ -119,15 +123,23 @@ def seed_us(
     agreement = SINGLE_AGREEMENT_US if requests == 1 else AGREEMENT_US
     if is_sharded and world_size > 1:
         agreement += HOP_US
-    each = resident / MULTIPLY_BYTES_PER_US[groups] + _stream_us(placement, streamed)
+    by_slots = streamed if placement.stream_slots else 0.0
+    loaded = streamed - by_slots
+    work = (resident + by_slots) / MULTIPLY_BYTES_PER_US[groups] + loaded / HBM_BYTES_PER_US
     drawn = at_once * columns / NOISE_COLUMNS_PER_US if sampled else 0.0
     if sampled:
         agreement += SAMPLED_US
-        lone = STREAMED_NOISE * streamed / placement.fragment_bytes if is_sharded and placement.stream_slots else 0.0
-        each += drawn * (1.0 + lone) if groups > 1 else max(0.0, drawn - HIDDEN_NOISE_US)
+        if groups > 1:
+            work += drawn * (1.0 + STREAMED_NOISE[placement.int8] * by_slots / placement.fragment_bytes)
+        elif by_slots:
+            agreement += UNHIDDEN_NOISE[placement.int8] * drawn
+        else:
+            work += max(0.0, drawn - HIDDEN_NOISE_US)
+    stream = _stream_us(placement, by_slots)
+    each = max(stream, work) + UNHIDDEN * min(stream, work)
     if passes > 1:
         agreement = max(0.0, agreement - HIDING * (passes - 1) * each)
-    elif streamed and not placement.stream_slots:
+    elif loaded:
         agreement += LOAD_START_US
 
     start = START_US + requests * columns * BASE_BYTES / HBM_BYTES_PER_US
@@ -139,9 +151,7 @@ def seed_us(
 
 def kernel_placement(int8: bool, markov_rank: int, rows: int, requests: int, sampled: bool) -> Placement | None:
     """Of the kernel that takes so many requests; None where there is none."""
-    uses = INT8_COLUMNS if int8 else BF16_COLUMNS
-    enough = next((i for i, use in enumerate(uses) if serves(int8, use, sampled) >= requests), len(uses) - 1)
-    for columns in reversed(uses[: enough + 1]):
+    for columns in reversed(column_uses(int8, requests, sampled)):
         try:
             return place(
                 int8=int8,
@@ -160,10 +170,9 @@ def kernel_placement(int8: bool, markov_rank: int, rows: int, requests: int, sam
     return None
 
 
-def _stream_us(placement: Placement, streamed: float) -> float:
+def _stream_us(placement: Placement, by_slots: float) -> float:
     ahead = placement.grid * placement.stream_slots * STREAM_SLOT_BYTES
-    from_l2 = ahead > 0 and streamed <= L2_BYTES
-    return max(0.0, streamed - ahead) / (L2_BYTES_PER_US if from_l2 else HBM_BYTES_PER_US)
+    return max(0.0, by_slots - ahead) / (L2_BYTES_PER_US if by_slots <= L2_BYTES else STREAM_BYTES_PER_US)
 
 
 def _spread_us(plan: str, requests: int, gamma: int, vocab_size: int, world_size: int, layout: Layout) -> float:

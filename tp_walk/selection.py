@@ -112,8 +112,8 @@ def agree_on_selector(group: WalkGroup, device: torch.device, shape: WalkShape, 
         table = find_table(machine) if needs_table and group.rank == 0 else None
         return table, "" if table is None else notes_on(table)
 
-    table, changed = group.all_gather_object(group.stage("look for a crossover table", look))[0]
-    selector = Selector(machine, table, plans, changed)
+    table, notes = group.all_gather_object(group.stage("look for a crossover table", look))[0]
+    selector = Selector(machine, table, plans, notes)
     digests = group.all_gather_object(selector.digest())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:

@@ -49,13 +49,15 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     named_barrier_arrive(kLoadingBarrier, kThreads);
     const Passes passes(cta.batch, p.gamma, first_step);
     const WeightStream stream{p, s, cta, passes.count};
-    const auto draw = [&](int index) {
-        if (kNoiseAhead && index < passes.count) draw_noise(p, s, cta, passes.at(index));
-    };
     if (kStreams && cta.lane == 0) stream.start();
-    draw(0);
     for (int index = 0; index < passes.count; ++index) {
         const Pass pass = passes.at(index);
+        if constexpr (kNoiseAhead) {
+            // Not before the others know of the pass before: all wait for that, and draws would take its issue slots. The first one's are
+            // drawn by the same code, while W2 is on its way: so it is there when it has to be quick.
+            if (index > 0) mbarrier_wait(&s.control->contributed[passes.at(index - 1).buffer()], passes.at(index - 1).parity());
+            draw_noise(p, s, cta, pass);
+        }
         LaneRequests mine(p, s, cta, pass);  // before the wait: of all this nothing depends on u
         const auto await_u = [&]() {
             mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
@@ -70,9 +72,6 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         if (alive || kStreams) multiply(p, s, cta, pass, weights, mine, stream, await_u);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
-        // Not before the others know of this pass: all wait for that, and draws would take its issue slots.
-        if (kNoiseAhead) mbarrier_wait(&s.control->contributed[pass.buffer()], pass.parity());
-        draw(index + 1);
     }
 }
 

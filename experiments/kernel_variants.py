@@ -391,7 +391,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP),
         Edit(
             "walk.cu",
-            r"    if \(kStreams && [^\n]*\n    draw\(0\);\n",
+            r"    if \(kStreams && [^\n]*stream\.start\(\);\n",
             "    mbarrier_wait(&s.control->weights_arrived, 0);\n    keep(s, weights);\n    return;\n" + r"\g<0>",
         ),
         Edit("walk.cu", r"index < min\(2, passes\.count\)", "index < 0"),

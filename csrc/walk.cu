@@ -146,18 +146,20 @@ struct Service {
     // warp + kServiceWarps * i. CTA 0 writes the tokens out, as it alone writes anchors should the block fail: when it has all
     // of a block's keys nobody else of this rank waits for anything, so that a block's tokens are all its own or all anchors.
     __device__ __forceinline__ void receive(const Pass& pass, bool alive) const {
-        u64 key = 0;
-        if (posts) {
-            key = collect(pass, alive);
-            if (thread == 0 && key != 0) accept(pass, 0, key);
-            return;
-        }
+        if (!posts) return receive_results(pass, alive);
+        const u64 key = collect(pass, alive);
+        if (thread == 0 && key != 0) accept(pass, 0, key);
+    }
+
+    // The same by the aggregators' words.
+    __device__ __forceinline__ void receive_results(const Pass& pass, bool alive) const {
         if (!alive) return;
         // Lane i * kAgreeingRanks + rank waits for that rank's word of the warp's i-th row.
         const int request = warp + kServiceWarps * (lane / kAgreeingRanks);
         const bool active = lane < kWarpRequests * kAgreeingRanks && request < pass.requests;
         const int row = pass.first_row + (active ? request : 0);
         const uint32_t previous = active ? s.rows[row].previous : 0;  // another warp's row may be about to change
+        u64 key = 0;
         if (!exchange.receive(lane, active, pass.step, row, previous, key)) return fail();
         const u64 word = key;
         key = Settle<kAgreeingRanks>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
@@ -194,18 +196,19 @@ struct Service {
     // is on its way, or once the multiply warps have it.
     __device__ __forceinline__ void follow(const Pass& pass, const Pass& next, bool alive) const {
         const u64 key = collect(pass, alive);
+        const bool wants_u = next.index < passes.count;
         int64_t token = 0;
         if (warp == 0) {
             token = key != 0 ? target_id(p, key) : s.rows[0].previous;
             URow u;
             const uint32_t previous = static_cast<uint32_t>(token);
-            u.load(u_row(p, previous), p.u_scales + clamped(p, previous), lane);
+            if (wants_u) u.load(u_row(p, previous), p.u_scales + clamped(p, previous), lane);
             __syncwarp();  // all lanes have read the one before
             if (lane == 0) s.rows[0].previous = previous;
-            u.store(s.u + next.buffer() * kColumnGroups * kUBytes, &s.control->u_scale[next.buffer()][0], 0, lane);
+            if (wants_u) u.store(s.u + next.buffer() * kColumnGroups * kUBytes, &s.control->u_scale[next.buffer()][0], 0, lane);
         }
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(&s.control->u_ready[next.buffer()]);
+        if (lane == 0) mbarrier_arrive(&s.control->u_ready[next.buffer()]);  // behind the last pass nobody waits for it
         if (thread == 0 && key != 0) publish(pass, 0, token);
     }
 
@@ -232,12 +235,16 @@ struct Service {
         if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
     }
 
+    // Whether there is anything to bring for the pass at `index`: u, or behind the last pass the last token of a single request. That CTA 0
+    // alone wants, and takes it by the same code as those before: a copy of it would be fetched from DRAM when all else is done.
+    __device__ __forceinline__ bool brings(int index) const { return index < passes.count || (posts && cta.index == 0); }
+
     // u of a pass, by the tokens of the step before.
     __device__ __forceinline__ void bring_u(const Pass& next, bool alive) const {
         const bool needs_token = next.index >= passes.groups;
         if (kPostsAlone && needs_token) return follow(passes.at(next.index - 1), next, alive);
         if (needs_token) receive(passes.at(next.index - passes.groups), alive);
-        stage_u(next);
+        if (!kPosts || next.index < passes.count) stage_u(next);
     }
 
     // One of these rows of W1 is the next u, and this early it is in L2 in time. By the first of `lanes` lanes.
@@ -319,10 +326,19 @@ struct Service {
                     named_barrier(kServiceBarrier, kServiceThreads);
                     if (index > 0) stage_next_base(index - 1);
                 }
-                if (index + lead() < passes.count) bring_u(passes.at(index + lead()), alive);
                 // Behind u: ahead of it the exchange's words wait for the columns on their way. 8 sampled requests on two GPUs took 91 µs,
-                // now 86; 1 and 64 take 1 % more.
-                if (alive) logits().start(pass), logits().copy(pass);
+                // now 86; 1 and 64 take 1 % more. But the last ones needn't wait for the last token. A loop: one copy of the code.
+                if constexpr (kPosts) {
+                    const bool columns_first = index + lead() >= passes.count;
+#pragma unroll 1
+                    for (int turn = columns_first; turn < 2 + columns_first; ++turn) {
+                        if (turn != 1 && brings(index + lead())) bring_u(passes.at(index + lead()), alive);
+                        if (turn == 1 && alive) logits().start(pass), logits().copy(pass);
+                    }
+                } else {
+                    if (index + lead() < passes.count) bring_u(passes.at(index + lead()), alive);
+                    if (alive) logits().start(pass), logits().copy(pass);
+                }
                 if constexpr (kColumnGroups > 1) {
                     await_bulk_reads();
                     named_barrier(kServiceBarrier, kServiceThreads);
@@ -332,7 +348,7 @@ struct Service {
                 if constexpr (kLogits && kColumnGroups > 1) await_bulk_reads();
                 if constexpr (kKeepsLogits) named_barrier(kServiceBarrier, kServiceThreads);
                 if constexpr (kColumnGroups > 1) stage_next_base(index);
-                if (index + lead() >= passes.count) continue;
+                if (!brings(index + lead())) continue;
                 bring_u(passes.at(index + lead()), alive);
                 if constexpr (kColumnGroups == 1) stage_next_base(index);
             }
@@ -359,7 +375,8 @@ struct Service {
     __device__ __forceinline__ void finish() const {
         const int rows = valid_rows(p);
         const bool alive = !s.has_failed();
-        for (int index = passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index), alive);
+        // A single request's are here already.
+        for (int index = posts ? passes.count : passes.count - passes.groups; index < passes.count; ++index) receive_results(passes.at(index), alive);
         if (is_split(p) && !s.has_failed()) receive_tokens(rows);
         if constexpr (kLogits) {
             if (p.lse && !s.has_failed() && !lse().finish(thread)) fail();

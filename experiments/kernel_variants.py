@@ -78,6 +78,11 @@ _DELAYS = (
     Edit("mailbox.cuh", _LOAD, r"\g<0>    maybe_wait();" + "\n"),
     Edit("mailbox.cuh", _LOAD_IF, r"\g<0>    maybe_wait();" + "\n"),
     Edit("walk.cu", r"void finish\(\) const \{\n", r"\g<0>        maybe_come_late();" + "\n"),
+    Edit(
+        "walk.cu",
+        r"void bring_u\([^)]*\) const \{\n",
+        r"\g<0>        if (next.index >= passes.count) maybe_come_late();" + "\n",
+    ),
 )
 _STEP_TAG = re.escape(
     "return block << (TPW_PHASE_BITS + TPW_CHAIN_BITS) | u64(chain(previous)) << TPW_PHASE_BITS | (step + 1);"
@@ -401,7 +406,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
             r" +exchange\.prefetch\([^\n]*\n",
             "        if (cta.index == 0) finish();\n        return;\n" + r"\g<0>",
         ),
-        Edit("walk.cu", r" +for \(int index = passes\.count - passes\.groups; [^\n]*\n", ""),
+        Edit("walk.cu", r" +for \(int index = posts \? passes\.count : [^\n]*\n", ""),
     ),
 }
 

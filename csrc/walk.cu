@@ -383,17 +383,19 @@ struct Service {
             if (kPeerLogits && !s.has_failed() && !logits().arrived()) fail();
         }
         named_barrier(kServiceBarrier, kServiceThreads);
-        if (s.control->failed) {
-            for (int i = thread; i < rows * p.gamma; i += kServiceThreads) {
-                const int row = base_row(p, i / p.gamma);  // of the batch: shares choose none
-                store_token(p, row, i % p.gamma, anchor(p, row));
-            }
-        } else if (thread == 0) {
+        if (!s.control->failed) {
+            if (thread != 0) return;
             uint64_t last_tokens = 0;
+#pragma unroll(kPosts ? 1 : 4)  // of one request few instructions, which nobody has executed before
             for (int row = 0; row < rows; ++row) last_tokens += row_hash(row, last_token(row));
             exchange.close(last_tokens);
             if (p.temperatures && p.offset_pointer)
                 for (int row = 0; row < (p.offset_stride ? rows : 1); ++row) p.offset_pointer[row * p.offset_stride] += 1;
+        } else {
+            for (int i = thread; i < rows * p.gamma; i += kServiceThreads) {
+                const int row = base_row(p, i / p.gamma);  // of the batch: shares choose none
+                store_token(p, row, i % p.gamma, anchor(p, row));
+            }
         }
     }
 

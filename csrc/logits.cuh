@@ -1,8 +1,9 @@
 // Logits as output: this rank's columns go to this rank's memory or, with logits "full", to every rank's while the walk goes
 // on. They are in shared memory already, in place of the base logits that they were made from.
 //
-// Where all rows lie on 16-byte pieces, one warp starts bulk copies, which need no registers and move whole lines over NVLink;
-// else all service warps copy element by element. mailbox.cuh has the argument for the writes into peers' memory.
+// Where all rows lie on 16-byte pieces, one warp starts bulk copies into this rank's memory, which need no registers, and all service
+// warps store into the peers': a bulk copy over NVLink holds its shared memory until the link has taken it, which for 16 requests lasts
+// as long as a pass. Else they copy element by element. mailbox.cuh has the argument for the writes into peers' memory.
 #pragma once
 
 #include "cta.cuh"
@@ -27,25 +28,17 @@ struct LogitsOutput {
         if (!sends() || !in_pieces()) return;
         fence_before_bulk_copies();
         if (cta.lane < pass.requests && cta.rows > 0 && is_wanted(pass.first_row + cta.lane))
-#pragma unroll 1  // the service warps have no registers to spare
-            for (int i = 0; i < kTargets; ++i)
-                bulk_store(target(i, pass, cta.lane), staged_base(p, s, cta, pass, cta.lane), cta.rows * sizeof(Logit));
+            bulk_store(target(0, pass, cta.lane), staged_base(p, s, cta, pass, cta.lane), cta.rows * sizeof(Logit));
         end_bulk_group();
     }
 
     // By all service warps, before the barrier after which the pass's buffer is filled again.
     __device__ __forceinline__ void copy(const Pass& pass) const {
-        if (!p.logits[0] || in_pieces()) return;
-        for (int request = 0; request < pass.requests; ++request) {
-            if (!is_wanted(pass.first_row + request)) continue;
-            const Logit* staged = reinterpret_cast<const Logit*>(staged_base(p, s, cta, pass, request));
-#pragma unroll 1
-            for (int i = 0; i < kTargets; ++i) {
-                Logit* out = target(i, pass, request);
-#pragma unroll 2
-                for (int row = cta.warp * kWarpSize + cta.lane; row < cta.rows; row += kServiceThreads) out[row] = staged[row];
-            }
-        }
+        if (!p.logits[0]) return;
+        if (!in_pieces())
+            copy_as<Logit>(pass, 0);
+        else if (kTargets > 1)
+            copy_as<uint4>(pass, 1);
     }
 
     // By all service warps, at the end: a copy must not outlive its CTA, whose shared memory it reads.
@@ -91,6 +84,22 @@ struct LogitsOutput {
         const int64_t elements = p.base_stride_row | p.base_stride_step | p.logits_stride_row | p.logits_stride_step | cta.rows;
         const uint64_t bytes = reinterpret_cast<uint64_t>(p.base_logits) | reinterpret_cast<uint64_t>(p.logits[0]) | elements * sizeof(Logit);
         return p.logits[0] && bytes % 16 == 0;
+    }
+
+    // Into targets `first` and up. A warp has every kServiceWarps-th request.
+    template <typename Piece>
+    __device__ __forceinline__ void copy_as(const Pass& pass, int first) const {
+        const int pieces = cta.rows * static_cast<int>(sizeof(Logit)) / static_cast<int>(sizeof(Piece));
+        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
+            if (!is_wanted(pass.first_row + request)) continue;
+            const Piece* staged = reinterpret_cast<const Piece*>(staged_base(p, s, cta, pass, request));
+#pragma unroll 1
+            for (int i = first; i < kTargets; ++i) {
+                Piece* out = reinterpret_cast<Piece*>(target(i, pass, request));
+#pragma unroll 2
+                for (int piece = cta.lane; piece < pieces; piece += kWarpSize) out[piece] = staged[piece];
+            }
+        }
     }
 
     __device__ __forceinline__ bool is_wanted(int row) const {

@@ -168,7 +168,13 @@ def is_word(access: Access, kind: str | tuple[str, ...], region: str) -> bool:
 def logits_faults(found: list[Access], logits: str) -> list[str]:
     """Logits are written after the headers of all ranks and before the columns words, with fences in between."""
     writes = [i for i, access in enumerate(found) if access.pointer == "logits" and not access.opcode.startswith("ld")]
-    allowed = {"cp.async.bulk.global.shared::cta.bulk_group", "st.global.b16", "st.global.u16"}
+    allowed = {
+        "cp.async.bulk.global.shared::cta.bulk_group",
+        "st.global.v4.b32",
+        "st.global.v4.u32",
+        "st.global.b16",
+        "st.global.u16",
+    }
     faults = [f"{opcode} of logits" for opcode in sorted({found[i].opcode for i in writes} - allowed)]
     if not writes or logits != "full":
         return faults if writes or logits == "none" else ["no logits are written"]

@@ -43,7 +43,7 @@ __device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk
 __device__ __forceinline__ void await_bulk_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders ordinary accesses to shared memory that this thread knows of, by a barrier, before the bulk copies that it starts.
-__device__ __forceinline__ void fence_before_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Waits for the barrier's phase of this parity. Who arrives is either the copy engine, or warps whose own waits are bounded.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {

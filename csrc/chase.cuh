@@ -199,7 +199,7 @@ struct Chase {
             for (int slot = thread; slot < rows; slot += kCertifyThreads) tell_likely(slot, s.tier_place[slot]);
         if (scores()) {
             // A lane a row, which is faster than 16 bytes a lane of one row after another. Before, others wrote and read in the rows' place.
-            fence_before_bulk_copies();
+            fence_async_proxy();
             if (thread == 0) mbarrier_expect(&s.control->rows_barrier, rows * TPW_RANK * 2);
             const int row_slot = warp * kWarpRows + lane;
             if (lane < kWarpRows && row_slot < rows) {

@@ -5,6 +5,9 @@
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
 //   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
 //            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
+// Of greedy requests two groups of columns are multiplied by wgmma, four warps' rows at once (multiply_warpgroup.cuh). That its sums of bf16 are those of
+// mma.m16n8k16 to the bit no manual says: it was measured on an H200, 173 million sums of data of ten kinds (spread exponents,
+// cancellation, denormals, overflow, NaN, ties), and the GPU tests compare the tokens of all kernels.
 #pragma once
 
 #include "score.cuh"
@@ -41,6 +44,29 @@ struct Dot {
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     }
 
+    // acc = A x B + (adds ? acc : 0) for 64 rows, 16 of each warp of a warpgroup, and 16 columns; goes on by itself: see wgmma.cuh.
+    __device__ static __forceinline__ void wgmma(Accumulator (&acc)[2][4], const Fragment& a, uint64_t b, bool adds) {
+        asm volatile(
+            "{\n"
+            ".reg .pred adds;\n"
+            "setp.ne.b32 adds, %13, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, adds;\n"
+            "}"
+            : "+r"(acc[0][0]), "+r"(acc[0][1]), "+r"(acc[0][2]), "+r"(acc[0][3]), "+r"(acc[1][0]), "+r"(acc[1][1]), "+r"(acc[1][2]), "+r"(acc[1][3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(adds)));
+    }
+
+    __device__ static __forceinline__ void wgmma(Accumulator (&acc)[2][4], uint64_t a, uint64_t b, bool adds) {
+        asm volatile(
+            "{\n"
+            ".reg .pred adds;\n"
+            "setp.ne.b32 adds, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds;\n"
+            "}"
+            : "+r"(acc[0][0]), "+r"(acc[0][1]), "+r"(acc[0][2]), "+r"(acc[0][3]), "+r"(acc[1][0]), "+r"(acc[1][1]), "+r"(acc[1][2]), "+r"(acc[1][3])
+            : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+    }
+
     // Which of the columns' requests the lane's accumulators belong to.
     __device__ static __forceinline__ int lane_request(int lane, int) { return TPW_NARROW ? 0 : lane & 3; }
 
@@ -68,6 +94,28 @@ struct Dot {
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
     }
 
+    __device__ static __forceinline__ void wgmma(Accumulator (&acc)[2][4], const Fragment& a, uint64_t b, bool adds) {
+        asm volatile(
+            "{\n"
+            ".reg .pred adds;\n"
+            "setp.ne.b32 adds, %13, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, adds, 1, 1, 0;\n"
+            "}"
+            : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(static_cast<int>(adds)));
+    }
+
+    __device__ static __forceinline__ void wgmma(Accumulator (&acc)[2][4], uint64_t a, uint64_t b, bool adds) {
+        asm volatile(
+            "{\n"
+            ".reg .pred adds;\n"
+            "setp.ne.b32 adds, %10, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, adds, 1, 1, 0, 0;\n"
+            "}"
+            : "+f"(acc[0][0]), "+f"(acc[0][1]), "+f"(acc[0][2]), "+f"(acc[0][3]), "+f"(acc[1][0]), "+f"(acc[1][1]), "+f"(acc[1][2]), "+f"(acc[1][3])
+            : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+    }
+
     __device__ static __forceinline__ int lane_request(int lane, int which) { return kLaneRequests * (lane & 3) + which; }
 
     __device__ static __forceinline__ float bias(const Accumulator* acc, int half, int which, float, float) {
@@ -84,13 +132,25 @@ constexpr int kColumns = 8;
 constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment));
 // A column of u, then 32 bytes that shift the banks: the lanes of a B fragment (8 columns x 4 words x 8 bytes) meet no conflict.
 constexpr int kColumnBytes = TPW_RANK * Dot::kBytesPerElement + 32;
-constexpr int kUBytes = kColumns * kColumnBytes;  // of one group of columns
+// For warpgroups: core matrices of 8 columns x 16 bytes, one k after the other, and 16 bytes that shift the banks, as a lane stores 16
+// bytes of each.
+constexpr bool kByWarpgroups = TPW_COLUMN_GROUPS == 2 && !TPW_SAMPLED;
+constexpr int kMatrixBytes = kColumns * 16, kUMatrixBytes = kMatrixBytes + 16;
+constexpr int kUBytes = kByWarpgroups ? TPW_RANK * Dot::kBytesPerElement / 16 * kUMatrixBytes : kColumns * kColumnBytes;  // of one group of columns
 
-// Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
-// its words (a broadcast, free), and what they compute is never looked at. Of a single request in int8 all columns have planes.
+// Where the B fragment of k step 0 lies for this lane. Columns past the last one in use read its words (a broadcast, free), and what
+// they compute is never looked at. Of a single request in int8 all columns have planes.
 __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char* u, int lane, int columns) {
     const int column = kQuadsShare ? lane >> 2 & 1 : max(min(lane >> 2, columns - 1), 0) & (TPW_NARROW ? ~1 : ~0);
-    return u + column * kColumnBytes + (lane & 3) * 8;
+    return kByWarpgroups ? u + column * 16 + (lane & 3) * 4 : u + column * kColumnBytes + (lane & 3) * 8;
+}
+
+__device__ __forceinline__ uint2 load_b(const unsigned char* b, int k) {
+    if constexpr (kByWarpgroups) {
+        b += 2 * k * kUMatrixBytes;
+        return make_uint2(*reinterpret_cast<const uint32_t*>(b), *reinterpret_cast<const uint32_t*>(b + kUMatrixBytes));
+    }
+    return *reinterpret_cast<const uint2*>(b + 32 * k);
 }
 
 // What a step's u is made from, 2 r bytes a token, on its way into B, 16 bytes a lane and vector. tp_bf16: the token's row of
@@ -113,10 +173,23 @@ struct URow {
         if (lane == 0) *u_scale = scale;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const int at = (v * kWarpSize + lane) * 16;  // of the hi plane, then the lo plane, each as it lies in B
-            *reinterpret_cast<uint4*>(u + (2 * request + at / TPW_RANK) * kColumnBytes + at % TPW_RANK) = words[v];
+            const int at = (v * kWarpSize + lane) * 16;  // of the hi plane, then the lo plane, each as it lies in fragments of B
+            const int column = 2 * request + at / TPW_RANK, k = at % TPW_RANK / 32;
+            if constexpr (kByWarpgroups) {
+                // Two lanes' words of a k step, of each the first half of its k range and the second one.
+                unsigned char* to = u + 2 * k * kUMatrixBytes + column * 16 + (lane & 1) * 8;
+                *reinterpret_cast<uint2*>(to) = make_uint2(words[v].x, words[v].z);
+                *reinterpret_cast<uint2*>(to + kUMatrixBytes) = make_uint2(words[v].y, words[v].w);
+            } else {
+                *reinterpret_cast<uint4*>(u + column * kColumnBytes + at % TPW_RANK) = words[v];
+            }
         }
 #else
+        if constexpr (kByWarpgroups) {
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) *reinterpret_cast<uint4*>(u + (v * kWarpSize + lane) * kUMatrixBytes + request * 16) = words[v];
+            return;
+        }
         // Of one k step a lane's words hold the first or the second half of the k range; a B fragment pairs words of both.
         unsigned char* column = u + request * (kColumns / Dot::kRequests) * kColumnBytes;
 #pragma unroll

@@ -26,7 +26,7 @@ struct LogitsOutput {
     // Once the pass is multiplied.
     __device__ __forceinline__ void start(const Pass& pass) const {
         if (!sends() || !in_pieces()) return;
-        fence_before_bulk_copies();
+        fence_async_proxy();
         if (cta.lane < pass.requests && cta.rows > 0 && is_wanted(pass.first_row + cta.lane))
             bulk_store(target(0, pass, cta.lane), staged_base(p, s, cta, pass, cta.lane), cta.rows * sizeof(Logit));
         end_bulk_group();
@@ -86,11 +86,12 @@ struct LogitsOutput {
         return p.logits[0] && bytes % 16 == 0;
     }
 
-    // Into targets `first` and up. A warp has every kServiceWarps-th request.
+    // Into targets `first` and up. A warp has every kServiceWarps-th request, the first warp the last of them: of a single request it has
+    // the token to look after.
     template <typename Piece>
     __device__ __forceinline__ void copy_as(const Pass& pass, int first) const {
         const int pieces = cta.rows * static_cast<int>(sizeof(Logit)) / static_cast<int>(sizeof(Piece));
-        for (int request = cta.warp; request < pass.requests; request += kServiceWarps) {
+        for (int request = kServiceWarps - 1 - cta.warp; request < pass.requests; request += kServiceWarps) {
             if (!is_wanted(pass.first_row + request)) continue;
             const Piece* staged = reinterpret_cast<const Piece*>(staged_base(p, s, cta, pass, request));
 #pragma unroll 1

@@ -47,6 +47,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
     }
     named_barrier(kStartBarrier, kThreads);
     named_barrier_arrive(kLoadingBarrier, kThreads);
+    if constexpr (kByWarpgroups) load_core_matrices(p, s, cta, has_passes(p, cta, first_step));
     const Passes passes(cta.batch, p.gamma, first_step);
     const WeightStream stream{p, s, cta, passes.count};
     if (kStreams && cta.lane == 0) stream.start();
@@ -68,8 +69,9 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
         if constexpr (!kQuadsShare || kStreams) alive = await_u();
         if (index == 0) mbarrier_wait(&s.control->weights_arrived, 0);
         mbarrier_wait(&s.control->base_arrived[pass.buffer()], pass.parity());
-        // Copies that run ahead are taken whatever happens, and products of anything harm nobody.
-        if (alive || kStreams) multiply(p, s, cta, pass, weights, mine, stream, await_u);
+        // Copies that run ahead are taken whatever happens, and products of anything harm nobody. Nor may all of a warpgroup's warps, who
+        // multiply together, have seen the same of a failure.
+        if (alive || kStreams || kByWarpgroups) multiply(p, s, cta, pass, weights, mine, stream, await_u);
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->best_ready[pass.buffer()]);
     }
@@ -82,10 +84,12 @@ __device__ __forceinline__ void load_shared_tiles(const WalkParams& p, const Sme
     // Every copy that is started is waited for: one that lands after its CTA's end would hit the next kernel's.
     const int tiles = has_passes(p, cta, first_step) ? kSmemTiles : 0;
     uint64_t* arrived = &s.control->weights_arrived;
-    mbarrier_init(arrived, 1);
-    mbarrier_expect(arrived, tiles * kTileBytes);
-    const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * kTilesPerCta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
-    if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
+    mbarrier_init(arrived, kByWarpgroups ? kMultiplyWarps : 1);
+    if constexpr (!kByWarpgroups) {
+        mbarrier_expect(arrived, tiles * kTileBytes);
+        const Fragment* weights = p.w2_fragments + (static_cast<int64_t>(cta.index) * kTilesPerCta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize);
+        if (tiles > 0) bulk_load(s.weights, weights, tiles * kTileBytes, arrived);
+    }
 #pragma unroll
     for (int buffer = 0; buffer < 2; ++buffer) {
         mbarrier_init(&s.control->base_arrived[buffer], kStagingWarps);
@@ -224,13 +228,15 @@ struct Service {
                 u[i].load(u_row(p, previous), p.u_scales + clamped(p, previous), lane);
             }
         }
+        static_assert(Dot::kRequests % kServiceWarps == 0, "all warps' i-th requests are of one group");
 #pragma unroll
         for (int i = 0; i < kWarpRequests; ++i) {
             const int request = cta.warp + kServiceWarps * i;
             if (request < pass.requests)
-                u[i].store(s.u + (pass.buffer() * kColumnGroups + request / Dot::kRequests) * kUBytes, &s.control->u_scale[pass.buffer()][request],
-                           request % Dot::kRequests, cta.lane);
+                u[i].store(s.u + (pass.buffer() * kColumnGroups + kServiceWarps * i / Dot::kRequests) * kUBytes, &s.control->u_scale[pass.buffer()][request],
+                           cta.warp + kServiceWarps * i % Dot::kRequests, cta.lane);
         }
+        if constexpr (kByWarpgroups) fence_async_proxy();
         __syncwarp();
         if (cta.lane == 0) mbarrier_arrive(&s.control->u_ready[pass.buffer()]);
     }
@@ -283,7 +289,7 @@ struct Service {
         const int share = warp - (kServiceWarps - kStagingWarps);
         if (share < 0 || index + 2 >= passes.count) return;
         if constexpr (kLogits && kStagingWarps == 1) await_bulk_reads();  // of this warp's own copies
-        fence_before_bulk_copies();
+        fence_async_proxy();
         stage_base(p, s, cta, passes.at(index + 2), share);
     }
 

@@ -45,7 +45,7 @@ struct WeightStream {
         const int per_pass = chunks();
         __syncwarp();
         if (cta.lane != 0) return;
-        fence_before_bulk_copies();
+        fence_async_proxy();
         ask(pass.index * per_pass + chunk + kStreamSlots, chunk + kStreamSlots, per_pass);
     }
 

@@ -32,6 +32,7 @@ INSTRUCTIONS = {
     "set.gt.u32.bf16x2": "mask = emulate_above_bf16x2(x, y);",
     "max.bf16x2": "larger = emulate_max_bf16x2(x, y);",
     "min.bf16x2": "smaller = emulate_min_bf16x2(x, y);",
+    "wgmma.mma_async": "emulate_wgmma(acc, a, b, adds);",
     "mma.sync.aligned.m16n8k16": "emulate_mma(acc, a, b);",
     "mma.sync.aligned.m16n8k32": "emulate_mma(acc, a, b);",
     "@wanted": "if (wanted) emulate_load_word(at, word);",
@@ -67,6 +68,9 @@ NOTHING = (
     "cp.async.bulk.commit",
     "setmaxnreg",
     "fence.",
+    "wgmma.fence",
+    "wgmma.commit",
+    "wgmma.wait",
     '(""',
 )
 _ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')

@@ -256,6 +256,13 @@ CASES = {
     "int8-equals": Case(int8(1, 1, logits="local"), 1003, 4, gamma=16, equals=True),
     "int8-two-groups": Case(int8(1, 3, logits="local", base="aligned"), 640, 8, rounding="once"),
     "int8-passes": Case(int8(1, 3, logits="local", valid=19), 601, 21, rounding="once", gamma=2),
+    # Greedy, by warpgroups: with a tile without a partner, and with more passes than buffers.
+    "int8-greedy": Case(int8(1, 1, logits="local", base="aligned"), 1140, 7, sampled=False),
+    "int8-greedy-passes": Case(int8(1, 1, logits="none", lse=False, valid=30), 1003, 33, draft=True, sampled=False),
+    "int8-greedy-streamed": Case(
+        int8(1, 1, 83_000 + SLOTS, streams="slots", logits="none", lse=False), 1403, 8, gamma=2, sampled=False
+    ),
+    "greedy-streamed": Case(tp(1, 1, 72_000 + SLOTS, streams="slots", logits="none", lse=False), 1003, 16, sampled=False),
     "int8-spread": Case(int8(2, 2, base="sharded"), 417, 3, draft=True),
     "int8-whole-rows": Case(int8(2, 2, logits="local", logits_rows="sampled"), 417, 4),
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),

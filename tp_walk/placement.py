@@ -26,6 +26,7 @@ ROW_STATE_BYTES = 32
 # whose first load then waited, or finished one tile after the other, so that every MMA waited for the one before.
 MULTIPLY_WARPS = 8
 SERVICE_WARPS = 4
+WARPGROUP_WARPS = 4
 MULTIPLY_REGISTERS = 200
 SERVICE_REGISTERS = 104
 REG_FRAGMENTS = 32  # 16 bytes a lane: the W2 operand of one MMA
@@ -157,8 +158,12 @@ def place(
     # What each of a warp's row groups, or each warp, leaves of a request: kBestEntries of `Best`, and a pad of two.
     best_entry = 12 if sampled else 8 if rounding == "none" else 4
     best_bytes = (MULTIPLY_WARPS * (8 if best_entry == 4 or requests <= 4 else 1) + 2) * best_entry
+    # kUBytes in csrc/dot.cuh: columns and a pad each, or core matrices of 8 columns x 16 bytes and a pad each.
+    by_warpgroups = columns.groups == 2 and not sampled
+    column_bytes = markov_rank * (1 if int8 else 2)
+    u_bytes = column_bytes // 16 * (COLUMNS * 16 + 16) if by_warpgroups else COLUMNS * (column_bytes + 32)
     staging = (
-        2 * columns.groups * COLUMNS * (markov_rank * (1 if int8 else 2) + 32)
+        2 * columns.groups * u_bytes
         + 2 * requests * base_stage_bytes
         + (rounds * lane_requests * MULTIPLY_WARPS * WARP_SIZE * 16 if sampled and columns.groups == 1 else 0)
         + 2 * requests * best_bytes
@@ -175,6 +180,12 @@ def place(
     slot_bytes = STREAM_SLOTS * STREAM_SLOT_BYTES
     by_slots = beyond - room // tile_bytes > MULTIPLY_WARPS and room >= slot_bytes
     smem_tiles = min(beyond, (room - slot_bytes * by_slots) // tile_bytes)
+    shared_bytes = staging + smem_tiles * tile_bytes + slot_bytes * by_slots
+    if by_warpgroups:
+        # A warpgroup multiplies four tiles where only some of them are there. For what it reads beyond there is room:
+        # where shared memory is full the staging buffers', which are larger than three tiles.
+        shared_bytes = max(shared_bytes, -(-smem_tiles // WARPGROUP_WARPS) * WARPGROUP_WARPS * tile_bytes)
+        assert shared_bytes <= shared_limit
     return Placement(
         int8=int8,
         markov_rank=markov_rank,
@@ -185,7 +196,7 @@ def place(
         smem_tiles=smem_tiles,
         stream_slots=STREAM_SLOTS * by_slots,
         base_stage_bytes=base_stage_bytes,
-        shared_bytes=staging + smem_tiles * tile_bytes + slot_bytes * by_slots,
+        shared_bytes=shared_bytes,
     )
 
 

@@ -368,6 +368,42 @@ void emulate_mma(Accumulator (&acc)[4], const uint4& a, const uint2& b) {
     }
 }
 
+// Where a descriptor's core matrix lies: `first` in k and `second` in rows or columns. All that it has of an address are 18 bits.
+inline const unsigned* core_matrix(unsigned long long descriptor, int first, int second) {
+    const size_t shared = reinterpret_cast<size_t>(emulate_shared());
+    const unsigned at = (descriptor & 0x3fff) << 4, k_stride = (descriptor >> 16 & 0x3fff) << 4, row_stride = (descriptor >> 32 & 0x3fff) << 4;
+    return reinterpret_cast<const unsigned*>(shared + ((at - shared + first * k_stride + second * row_stride) & 0x3ffff));
+}
+// wgmma.m64n(8 * groups), done at once: each warp's share needs no other warp. a: of a row, a word of 4 bytes of k.
+template <int kGroups, typename Accumulator, typename A>
+void emulate_rows_of_wgmma(Accumulator (&acc)[kGroups][4], const A& a, unsigned long long b, bool adds) {
+    constexpr int kPerWord = std::is_same_v<Accumulator, float> ? 2 : 4;
+    const int lane = running->thread % 32;
+    for (int group = 0; group < kGroups; ++group)
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            if (!adds) acc[group][i] = 0;
+            for (int k = 0; k < 8 * kPerWord; ++k) {
+                const int word = k / kPerWord;
+                multiply_add(acc[group][i], a(row, word), core_matrix(b, word / 4, group)[column * 4 + word % 4], k % kPerWord);
+            }
+        }
+}
+template <int kGroups, typename Accumulator>
+void emulate_wgmma(Accumulator (&acc)[kGroups][4], const uint4& fragment, unsigned long long b, bool adds) {
+    const Shown<uint4> shown = show(fragment);
+    emulate_rows_of_wgmma(acc, [&](int row, int word) {
+        const uint4 held = shown.of(row % 8 * 4 + word % 4);
+        return word < 4 ? row < 8 ? held.x : held.y : row < 8 ? held.z : held.w;
+    }, b, adds);
+}
+template <int kGroups, typename Accumulator>
+void emulate_wgmma(Accumulator (&acc)[kGroups][4], unsigned long long a, unsigned long long b, bool adds) {
+    show(0);  // the whole warp
+    const int first = running->thread / 32 % 4 * 2;
+    emulate_rows_of_wgmma(acc, [&](int row, int word) { return core_matrix(a, word / 4, first + row / 8)[row % 8 * 4 + word % 4]; }, b, adds);
+}
+
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
 template <typename T> T __ldg(const T* address) { return *address; }

@@ -5,7 +5,8 @@
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
 //   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
 //            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
-// Of greedy requests two groups of columns are multiplied by wgmma, four warps' rows at once (multiply_warpgroup.cuh). That its sums of bf16 are those of
+// Two groups of columns of greedy requests are multiplied by wgmma where all of W2 is on the chip, four warps' rows at once
+// (multiply_warpgroup.cuh). That its sums of bf16 are those of
 // mma.m16n8k16 to the bit no manual says: it was measured on an H200, 173 million sums of data of ten kinds (spread exponents,
 // cancellation, denormals, overflow, NaN, ties), and the GPU tests compare the tokens of all kernels.
 #pragma once
@@ -134,23 +135,15 @@ constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment
 constexpr int kColumnBytes = TPW_RANK * Dot::kBytesPerElement + 32;
 // For warpgroups: core matrices of 8 columns x 16 bytes, one k after the other, and 16 bytes that shift the banks, as a lane stores 16
 // bytes of each.
-constexpr bool kByWarpgroups = TPW_COLUMN_GROUPS == 2 && !TPW_SAMPLED;
+constexpr bool kByWarpgroups = TPW_BY_WARPGROUPS;
 constexpr int kMatrixBytes = kColumns * 16, kUMatrixBytes = kMatrixBytes + 16;
 constexpr int kUBytes = kByWarpgroups ? TPW_RANK * Dot::kBytesPerElement / 16 * kUMatrixBytes : kColumns * kColumnBytes;  // of one group of columns
 
-// Where the B fragment of k step 0 lies for this lane. Columns past the last one in use read its words (a broadcast, free), and what
-// they compute is never looked at. Of a single request in int8 all columns have planes.
+// Where the B fragment of k step 0 lies for this lane; a step further is 32 bytes on. Columns past the last one in use read
+// its words (a broadcast, free), and what they compute is never looked at. Of a single request in int8 all columns have planes.
 __device__ __forceinline__ const unsigned char* b_fragments(const unsigned char* u, int lane, int columns) {
     const int column = kQuadsShare ? lane >> 2 & 1 : max(min(lane >> 2, columns - 1), 0) & (TPW_NARROW ? ~1 : ~0);
-    return kByWarpgroups ? u + column * 16 + (lane & 3) * 4 : u + column * kColumnBytes + (lane & 3) * 8;
-}
-
-__device__ __forceinline__ uint2 load_b(const unsigned char* b, int k) {
-    if constexpr (kByWarpgroups) {
-        b += 2 * k * kUMatrixBytes;
-        return make_uint2(*reinterpret_cast<const uint32_t*>(b), *reinterpret_cast<const uint32_t*>(b + kUMatrixBytes));
-    }
-    return *reinterpret_cast<const uint2*>(b + 32 * k);
+    return u + column * kColumnBytes + (lane & 3) * 8;
 }
 
 // What a step's u is made from, 2 r bytes a token, on its way into B, 16 bytes a lane and vector. tp_bf16: the token's row of

@@ -22,7 +22,7 @@ __device__ __forceinline__ void dot_products(const Smem& s, const Cta& cta, cons
     const auto load = [&](int k) {
         Operands now;
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group) now.u[group] = load_b(b[group], k);
+        for (int group = 0; group < kColumnGroups; ++group) now.u[group] = *reinterpret_cast<const uint2*>(b[group] + 32 * k);
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
             now.a[i] = i < kReg ? weights[i < kReg ? first + i : 0][k] : shared[((i - kReg) * kMultiplyWarps * kSteps + k) * kWarpSize];
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_loaded(const WalkParams& p, const Smem&
         for (int i = 0; i < kChunkSteps; ++i)
 #pragma unroll
             for (int group = 0; group < kColumnGroups; ++group)
-                Dot::mma(acc[0][group], a[i], load_b(b[group], first + i));
+                Dot::mma(acc[0][group], a[i], *reinterpret_cast<const uint2*>(b[group] + 32 * (first + i)));
     }
     const int slots[1] = {kRegTiles + shared_slot};
     mine.add_tiles<1>(p, s, cta, pass, slots, acc);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply_streamed(const WalkParams& p, const Sme
             for (int k = 0; k < kChunkSteps; ++k)
 #pragma unroll
                 for (int group = 0; group < kColumnGroups; ++group)
-                    Dot::mma(acc[0][group], a[k * kWarpSize], load_b(b[group], part * kChunkSteps + k));
+                    Dot::mma(acc[0][group], a[k * kWarpSize], *reinterpret_cast<const uint2*>(b[group] + 32 * (part * kChunkSteps + k)));
             stream.release(pass, chunk);
         }
         const int slots[1] = {slot};
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, con
             return all ? multiply_narrow<kMaxSlots>(p, s, cta, pass, weights, b[0], mine, ready)
                        : multiply_narrow<kMaxSlots == 0 ? 0 : kMaxSlots - 1>(p, s, cta, pass, weights, b[0], mine, ready);
         } else if constexpr (kByWarpgroups) {
-            multiply_resident<kColumnGroups>(p, s, cta, pass, weights, mine);
+            multiply_by_warpgroups<kColumnGroups>(p, s, cta, pass, weights, mine);
         } else if constexpr (kTilesTakeTurns) {
             multiply_in_turns(p, s, cta, pass, weights, b, shared_slots, mine);
         } else if constexpr (kTakesLast) {

@@ -19,7 +19,7 @@ __device__ __forceinline__ bool multiply_narrow(const WalkParams& p, const Smem&
         uint2 u;
         Fragment a[kShared + 1];
     };
-    const auto load_u = [&](Operands& into, int k) { into.u = load_b(b, k); };
+    const auto load_u = [&](Operands& into, int k) { into.u = *reinterpret_cast<const uint2*>(b + 32 * k); };
     const auto load_weights = [&](Operands& into, int k) {
 #pragma unroll
         for (int i = 0; i < kShared; ++i) into.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];

@@ -1,12 +1,12 @@
-// The resident tiles of a pass of greedy requests with two groups of columns: other than in multiply.cuh they are multiplied by wgmma,
-// a warpgroup's four warps together.
+// A pass of greedy requests with two groups of columns: other than in multiply.cuh tiles are multiplied by wgmma, a warpgroup's four
+// warps together.
 //
 // Slot i of a warpgroup are the i-th tiles of its four warps. By mma.sync the dot products and what follows them took turns: of an SM
 // quarter's two warps, which go through a pass in step, both multiplied or neither. wgmma goes on by itself while the round before
 // is finished.
 //
 // Sampled requests have mma.sync: what follows takes most of a pass there, and the registers that draws need. By wgmma 64 took 200 µs
-// instead of 196 on two GPUs.
+// instead of 196 on two GPUs. So have kernels that stream tiles: 64 took 233 µs instead of 196 at V = 248,320.
 #pragma once
 
 #include "lane_requests.cuh"
@@ -17,9 +17,9 @@ namespace tpw {
 constexpr int kWarpgroupWarps = 4;
 static_assert(kMultiplyWarps % kWarpgroupWarps == 0, "whole warpgroups");
 
-// A warp's tiles that are on the chip, by rounds (see Round).
-constexpr int kResidentSlots = kRegTiles + (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps;
-constexpr int kResidentRounds = (kResidentSlots + 1) / 2;
+// A warp's tiles, by rounds (see Round).
+constexpr int kSlots = (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps > kRegTiles ? (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps : kRegTiles;
+constexpr int kRounds = (kSlots + 1) / 2;
 
 // Of named_barrier.
 constexpr int kSecondWarpgroupBarrier = 4;
@@ -87,37 +87,38 @@ __device__ __forceinline__ void start_round(const Smem& s, const Cta& cta, const
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
         start_product(s, cta, weights, 2 * round, k, u, acc[0]);
-        if (2 * round + 1 < kResidentSlots) start_product(s, cta, weights, 2 * round + 1, k, u, acc[1]);
+        if (2 * round + 1 < kSlots) start_product(s, cta, weights, 2 * round + 1, k, u, acc[1]);
     }
     wgmma_commit();
 }
 
 // ---- a pass ----------------------------------------------------------------------------------------------------------
 
-// Whether the warp has a tile on the chip in this slot. An empty shard's CTA has none at all, which makes this a branch always: in one
-// piece of straight code the assembler waits for the next round's dot products before it goes on with this one's.
-__device__ __forceinline__ bool is_resident(const Cta& cta, int slot) {
-    return cta.rows > 0 && (slot < kRegTiles || (slot - kRegTiles) * kMultiplyWarps + cta.warp < kSmemTiles);
-}
+// All warps have a tile in this slot.
+__device__ constexpr bool is_whole(int slot) { return slot < kRegTiles || (slot + 1) * kMultiplyWarps <= kTilesPerCta; }
 
-// All warps have.
-__device__ constexpr bool is_whole(int slot) { return slot < kRegTiles || (slot - kRegTiles + 1) * kMultiplyWarps <= kSmemTiles; }
+// This warp has. An empty shard's CTA has none at all, which makes this a branch always: in one piece of straight code the assembler
+// waits for the next round's dot products before it goes on with this one's.
+__device__ __forceinline__ bool has_tile(const Cta& cta, int slot) {
+    return cta.rows > 0 && (is_whole(slot) || slot * kMultiplyWarps + cta.warp < kTilesPerCta);
+}
 
 template <int kGroups>
 __device__ __forceinline__ void add_round(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int round, LaneRequests& mine,
                                           Dot::Accumulator (&acc)[2][kGroups][4]) {
     const int both[2] = {2 * round, 2 * round + 1}, one[1] = {2 * round};
-    if (is_whole(both[1]) ? cta.rows > 0 : both[1] < kResidentSlots && is_resident(cta, both[1]))
+    if (both[1] < kSlots && has_tile(cta, both[1]))
         mine.add_tiles<2>(p, s, cta, pass, both, acc);
-    else if (!is_whole(both[1]) && is_resident(cta, one[0]))
+    else if (!is_whole(both[1]) && has_tile(cta, one[0]))
         mine.add_tiles<1>(p, s, cta, pass, one, acc);
 }
 
-// All tiles of the warp that are on the chip.
+// All tiles of the warp.
 template <int kGroups>
-__device__ __forceinline__ void multiply_resident(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+__device__ __forceinline__ void multiply_by_warpgroups(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
                                                   const Fragment (&weights)[kRegTiles][kSteps], LaneRequests& mine) {
     static_assert(kMultiplyWarps == 2 * kWarpgroupWarps, "two warpgroups");
+    static_assert(kGroups == 2 && kTilesPerCta <= kRegTiles * kMultiplyWarps + kSmemTiles, "no tile is streamed");
     const uint64_t u = u_matrices(s, pass);
     Dot::Accumulator acc[2][2][kGroups][4];
     __syncwarp();
@@ -127,8 +128,8 @@ __device__ __forceinline__ void multiply_resident(const WalkParams& p, const Sme
     start_round(s, cta, weights, 0, u, acc[0]);
     if (!is_second) named_barrier_arrive(kSecondWarpgroupBarrier, kMultiplyWarps * kWarpSize);
 #pragma unroll
-    for (int round = 0; round < kResidentRounds; ++round) {
-        if (round + 1 < kResidentRounds) {
+    for (int round = 0; round < kRounds; ++round) {
+        if (round + 1 < kRounds) {
             start_round(s, cta, weights, round + 1, u, acc[(round + 1) % 2]);
             wgmma_wait<1>(acc[round % 2]);
         } else {

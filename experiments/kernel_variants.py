@@ -105,7 +105,8 @@ VARIANTS: dict[str, tuple[Edit, ...]] = {
     EACH_LANE_ARRIVES: (
         Edit("walk.cu", r"if \((cta\.)?lane == 0\) (mbarrier_arrive\()", r"\g<2>"),
         Edit("walk.cu", r"(u_ready|contributed)(\[buffer\], )kServiceWarps", r"\g<1>\g<2>kServiceThreads"),
-        Edit("walk.cu", r"(best_ready\[buffer\], kMultiplyWarps)", r"\g<1> * kWarpSize"),
+        Edit("walk.cu", r"(best_ready\[buffer\], kMultiplyWarps|kByWarpgroups \? kMultiplyWarps)", r"\g<1> * kWarpSize"),
+        Edit("multiply_warpgroup.cuh", r"if \(cta\.lane == 0\) (mbarrier_arrive\()", r"\g<1>"),
     ),
 }
 
@@ -209,6 +210,14 @@ _NARROW_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, 0);
     for (int j = 0; j < 4; ++j) alone[j] = product(seed, 16 * kTurns + j);
 """
 
+_WARPGROUP_PRODUCTS = """    if (k > 0) return;
+    const uint32_t seed = product_seed(cta, pass, slot);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[group][j] = product(seed, group * 4 + j);
+"""
+
 # Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested. The whole warp adds
 # rows, as `add` has a __syncwarp(), and the first lane of a request wins.
 _BEST_ROW = """    if (cta.warp == 0) {
@@ -306,13 +315,21 @@ _ZERO_TILE = """        if (kSmemTiles > 0)
                 reinterpret_cast<uint4*>(s.weights)[i] = make_uint4(0, 0, 0, 0);
 """
 
-_LANES, _NARROW, _MULTIPLY = "lane_requests.cuh", "multiply_narrow.cuh", "multiply.cuh"  # each includes the one before
+# The last one includes all others.
+_LANES, _NARROW, _WARPGROUP, _MULTIPLY = (
+    "lane_requests.cuh",
+    "multiply_narrow.cuh",
+    "multiply_warpgroup.cuh",
+    "multiply.cuh",
+)
 _BEGIN = r"\nnamespace tpw \{\n"  # of a file's code
 
 # The dot products of a chunk by themselves know neither.
 _KNOW_THE_PASS = (
     Edit(_MULTIPLY, r"void dot_products\(", r"\g<0>const WalkParams& p, const Pass& pass, "),
     Edit(_MULTIPLY, r"dot_products<[^>]*>\(", r"\g<0>p, pass, "),
+    Edit(_WARPGROUP, r"void start_(?:product|round)\(", r"\g<0>const Pass& pass, "),
+    Edit(_WARPGROUP, r" start_(?:product|round)\((?=s, )", r"\g<0>pass, "),
 )
 
 PRODUCTS, ROWS, EXCHANGE, U, NOISE, W2, STEPS = (
@@ -343,6 +360,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
             r"#pragma unroll\n    for \(int k = 0; [^\n]*\n        const Operands now = ahead;\n(?s:.*?)\n    \}\n",
             _NARROW_PRODUCTS,
         ),
+        Edit(_WARPGROUP, r"    u \+= k \* (?s:.*?)\n    \}\n(?=\})", _WARPGROUP_PRODUCTS),
         Edit("walk.cu", _FIRST_WAIT, r"\g<0>        if (index == 0) keep(s, weights);" + "\n"),
     ),
     ROWS: (
@@ -383,6 +401,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_LANES, _BEGIN, r"\g<0>" + _ZEROS),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
         Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),
+        Edit(_WARPGROUP, r"a\[i\] = load_weights\([^;]*;", "a[i] = make_uint4(0, 0, 0, 0);"),
         Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\) \? kSmemTiles : 0;", r"\g<1>0;"),
         Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
         Edit(_MULTIPLY, r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"),

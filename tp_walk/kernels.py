@@ -110,6 +110,7 @@ def walk_macros(
         "TPW_SMEM_TILES": placement.smem_tiles,
         "TPW_STREAM_SLOTS": placement.stream_slots,
         "TPW_CHUNK_STEPS": CHUNK_STEPS,
+        "TPW_BY_WARPGROUPS": int(placement.by_warpgroups),
         "TPW_BASE_STAGE_BYTES": placement.base_stage_bytes,
         "TPW_MULTIPLY_WARPS": MULTIPLY_WARPS,
         "TPW_MULTIPLY_REGISTERS": MULTIPLY_REGISTERS,

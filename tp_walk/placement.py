@@ -65,8 +65,8 @@ class Placement:
     int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. columns: of a pass. grid: CTAs.
     tiles_per_cta: 16-row tiles of W2 that a CTA owns; each multiply warp keeps `reg_tiles` of them in registers,
     `smem_tiles` in all stay in shared memory, and the rest is streamed each pass, through `stream_slots` slots of
-    shared memory for each multiply warp, or without any. base_stage_bytes: of one request's staged base logits.
-    shared_bytes: dynamic shared memory of a CTA.
+    shared memory for each multiply warp, or without any. by_warpgroups: its products are wgmma's, of four warps
+    together. base_stage_bytes: of one request's staged base logits. shared_bytes: dynamic shared memory of a CTA.
     """
 
     int8: bool
@@ -77,6 +77,7 @@ class Placement:
     reg_tiles: int
     smem_tiles: int
     stream_slots: int
+    by_warpgroups: bool
     base_stage_bytes: int
     shared_bytes: int
 
@@ -158,12 +159,9 @@ def place(
     # What each of a warp's row groups, or each warp, leaves of a request: kBestEntries of `Best`, and a pad of two.
     best_entry = 12 if sampled else 8 if rounding == "none" else 4
     best_bytes = (MULTIPLY_WARPS * (8 if best_entry == 4 or requests <= 4 else 1) + 2) * best_entry
-    # kUBytes in csrc/dot.cuh: columns and a pad each, or core matrices of 8 columns x 16 bytes and a pad each.
-    by_warpgroups = columns.groups == 2 and not sampled
     column_bytes = markov_rank * (1 if int8 else 2)
-    u_bytes = column_bytes // 16 * (COLUMNS * 16 + 16) if by_warpgroups else COLUMNS * (column_bytes + 32)
     staging = (
-        2 * columns.groups * u_bytes
+        2 * columns.groups * COLUMNS * (column_bytes + 32)
         + 2 * requests * base_stage_bytes
         + (rounds * lane_requests * MULTIPLY_WARPS * WARP_SIZE * 16 if sampled and columns.groups == 1 else 0)
         + 2 * requests * best_bytes
@@ -181,11 +179,15 @@ def place(
     by_slots = beyond - room // tile_bytes > MULTIPLY_WARPS and room >= slot_bytes
     smem_tiles = min(beyond, (room - slot_bytes * by_slots) // tile_bytes)
     shared_bytes = staging + smem_tiles * tile_bytes + slot_bytes * by_slots
-    if by_warpgroups:
-        # A warpgroup multiplies four tiles where only some of them are there. For what it reads beyond there is room:
-        # where shared memory is full the staging buffers', which are larger than three tiles.
-        shared_bytes = max(shared_bytes, -(-smem_tiles // WARPGROUP_WARPS) * WARPGROUP_WARPS * tile_bytes)
-        assert shared_bytes <= shared_limit
+    by_warpgroups = False
+    if columns.groups == 2 and not sampled and smem_tiles == beyond:
+        # u as core matrices, 16 bytes of 8 columns and a pad each: kUBytes in csrc/dot.cuh. A warpgroup multiplies four
+        # tiles of shared memory also where not all of them are there.
+        more = column_bytes // 16 * (COLUMNS * 16 + 16) - COLUMNS * (column_bytes + 32)
+        whole = -(-smem_tiles // WARPGROUP_WARPS) * WARPGROUP_WARPS
+        wanted = max(shared_bytes + 2 * columns.groups * more, whole * tile_bytes)
+        if by_warpgroups := wanted <= shared_limit:
+            shared_bytes = wanted
     return Placement(
         int8=int8,
         markov_rank=markov_rank,
@@ -195,6 +197,7 @@ def place(
         reg_tiles=reg_tiles,
         smem_tiles=smem_tiles,
         stream_slots=STREAM_SLOTS * by_slots,
+        by_warpgroups=by_warpgroups,
         base_stage_bytes=base_stage_bytes,
         shared_bytes=shared_bytes,
     )

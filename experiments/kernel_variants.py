@@ -105,7 +105,9 @@ VARIANTS: dict[str, tuple[Edit, ...]] = {
     EACH_LANE_ARRIVES: (
         Edit("walk.cu", r"if \((cta\.)?lane == 0\) (mbarrier_arrive\()", r"\g<2>"),
         Edit("walk.cu", r"(u_ready|contributed)(\[buffer\], )kServiceWarps", r"\g<1>\g<2>kServiceThreads"),
-        Edit("walk.cu", r"(best_ready\[buffer\], kMultiplyWarps|kByWarpgroups \? kMultiplyWarps)", r"\g<1> * kWarpSize"),
+        Edit(
+            "walk.cu", r"(best_ready\[buffer\], kMultiplyWarps|kByWarpgroups \? kMultiplyWarps)", r"\g<1> * kWarpSize"
+        ),
         Edit("multiply_warpgroup.cuh", r"if \(cta\.lane == 0\) (mbarrier_arrive\()", r"\g<1>"),
     ),
 }

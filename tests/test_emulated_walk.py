@@ -262,7 +262,9 @@ CASES = {
     "int8-greedy-streamed": Case(
         int8(1, 1, 83_000 + SLOTS, streams="slots", logits="none", lse=False), 1403, 8, gamma=2, sampled=False
     ),
-    "greedy-streamed": Case(tp(1, 1, 72_000 + SLOTS, streams="slots", logits="none", lse=False), 1003, 16, sampled=False),
+    "greedy-streamed": Case(
+        tp(1, 1, 72_000 + SLOTS, streams="slots", logits="none", lse=False), 1003, 16, sampled=False
+    ),
     "int8-spread": Case(int8(2, 2, base="sharded"), 417, 3, draft=True),
     "int8-whole-rows": Case(int8(2, 2, logits="local", logits_rows="sampled"), 417, 4),
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),

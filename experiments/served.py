@@ -42,7 +42,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
     """A row of the table, of one report."""
     setup, served = report["setup"], report["served"]
     counts = served["counts"].get("certified")
-    quality = next(iter(report["quality"].values()), {})
+    quality: dict[str, Any] = next(iter(report["quality"].values()), {})
     provenance = setup["provenance"]
     return {
         **{key: served[key] for key in ("mean_batch", "seconds", "blocks", "drafted_tokens_per_s")},

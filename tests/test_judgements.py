@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import overtaking
 import pytest
 import regret
+import served
 from click.testing import CliRunner
 from test_plan_table import CROSSING, MACHINE, row, table
 
@@ -92,3 +94,55 @@ def test_both_comparisons_come_from_the_tables(tmp_path: Path) -> None:
     assert CliRunner().invoke(overtaking.main, arguments, catch_exceptions=False).exit_code == 0
     lines = {line["base"]: line for line in ResultTable.read(tmp_path / "o").rows}
     assert lines["whole"]["ratios"] == f"1: {38 / 41:.2f}, 8: {44 / 42:.2f}"
+
+
+REPORT = {
+    "environment": {"GPU": "2× NVIDIA H200"},
+    "setup": {
+        "world_size": 2,
+        "vocab_size": 4096,
+        "markov_rank": 256,
+        "gamma": 7,
+        "max_batch": 8,
+        "temperature": 0.0,
+        "work": "synthetic requests",
+        "provenance": "measured 2026-11-30",
+    },
+    "served": {
+        "mean_batch": 6.0,
+        "seconds": 2.0,
+        "blocks": 12,
+        "drafted_tokens_per_s": 42.0,
+        "walk_p50_ms": 0.2,
+        "walk_p99_ms": 0.5,
+        "plans": {"certified": 1, "tp_bf16": 1_200},
+        "counts": {"certified": {"steps": 7_000, "certified_steps": 6_999}},
+    },
+    "quality": {"greedy": {"accepted_with_walk": 0.5, "accepted_without": 0.25}},
+}
+
+
+def test_a_report_of_the_main_job_is_a_row() -> None:
+    row = served.row_of(REPORT)
+    assert row["plans"] == "certified 1, tp_bf16 1,200"
+    assert row["certified_steps"] == "6,999 of 7,000"
+    assert (row["temperature"], row["chosen_by"], row["accepted_with_walk"]) == ("0", "auto_select", 0.5)
+    # Counted is also what was walked before the job began, by plans that it then has no rounds of.
+    alone = {**REPORT, "served": {**REPORT["served"], "plans": {"tp_bf16": 2}}, "quality": {}}
+    assert served.row_of(alone)["certified_steps"] is None
+    named = {**REPORT, "setup": {**REPORT["setup"], "provenance": "named by the caller", "temperature": None}}
+    assert (served.row_of(named)["chosen_by"], served.row_of(named)["temperature"]) == ("--plan", "0 and 1 by turns")
+
+
+def test_reports_of_two_machines_are_no_table(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, gpu in zip(paths, ("H200", "H100"), strict=True):
+        path.write_text(json.dumps({**REPORT, "environment": {"GPU": gpu}}))
+    out = tmp_path / "served.json"
+    result = CliRunner().invoke(served.main, [*map(str, paths), "--out", str(out)])
+    assert result.exit_code != 0
+    assert "different machines" in result.output
+    assert not out.exists()
+    result = CliRunner().invoke(served.main, [str(paths[0]), "--out", str(out)])
+    assert result.exit_code == 0
+    assert len(ResultTable.read(out).rows) == 1

@@ -18,6 +18,7 @@ from tp_walk.placement import (
     STREAM_SLOT_BYTES,
     STREAM_SLOTS,
     TILE_ROWS,
+    WARPGROUP_WARPS,
     ColumnUse,
     Placement,
     place,
@@ -76,6 +77,44 @@ def test_a_register_tile_beyond_the_first_is_every_warps(int8: bool, markov_rank
         placed = placed_in_one_cta(tiles, columns, int8, markov_rank)
         assert placed.tiles_per_cta == tiles
         assert placed.reg_tiles == 1 or placed.reg_tiles * MULTIPLY_WARPS <= tiles
+
+
+def greedy(rows: int, int8: bool, markov_rank: int = 256, sampled: bool = False) -> Placement:
+    """Of two groups of columns, on an H200."""
+    return place(
+        int8=int8,
+        markov_rank=markov_rank,
+        rows=rows,
+        max_batch=64,
+        num_sms=HOPPER.num_sms,
+        shared_limit=HOPPER.shared_limit,
+        sampled=sampled,
+        base_bytes=2,
+        rounding="engine",
+        columns=ColumnUse(2, False),
+    )
+
+
+@pytest.mark.parametrize(("int8", "markov_rank"), [(False, 256), (False, 512), (True, 256), (True, 512)])
+def test_warpgroups_have_all_of_w2_on_the_chip_and_room_for_whole_ones(int8: bool, markov_rank: int) -> None:
+    found = {True: 0, False: 0}
+    for rows in range(1, 270_000, 1009):
+        placed = greedy(rows, int8, markov_rank)
+        found[placed.by_warpgroups] += 1
+        assert placed.shared_bytes <= HOPPER.shared_limit
+        if placed.by_warpgroups:
+            assert placed.streamed_tiles == 0
+            tile_bytes = placed.k_steps * 32 * 16
+            assert -(-placed.smem_tiles // WARPGROUP_WARPS) * WARPGROUP_WARPS * tile_bytes <= placed.shared_bytes
+    assert min(found.values()) > 0
+
+
+def test_who_multiplies_by_warpgroups() -> None:
+    assert greedy(75_968, int8=False).by_warpgroups
+    assert greedy(151_936, int8=True).by_warpgroups
+    assert not greedy(75_968, int8=False, sampled=True).by_warpgroups
+    assert not greedy(248_320, int8=True).by_warpgroups, "tiles are streamed"
+    assert not any(placed_in_one_cta(36, columns).by_warpgroups for columns in BF16_COLUMNS[:2])
 
 
 DEVICE = """

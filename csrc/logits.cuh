@@ -86,19 +86,21 @@ struct LogitsOutput {
         return p.logits[0] && bytes % 16 == 0;
     }
 
-    // Into targets `first` and up. A warp has every kServiceWarps-th request, the first warp the last of them: of a single request it has
-    // the token to look after.
+    // Into targets `first` and up. Of 16-byte pieces a warp has every kServiceWarps-th request, the first warp the last of them: of a single
+    // request it has the token to look after. Single elements are all warps' together.
     template <typename Piece>
     __device__ __forceinline__ void copy_as(const Pass& pass, int first) const {
-        const int pieces = cta.rows * static_cast<int>(sizeof(Logit)) / static_cast<int>(sizeof(Piece));
-        for (int request = kServiceWarps - 1 - cta.warp; request < pass.requests; request += kServiceWarps) {
+        constexpr bool kTogether = sizeof(Piece) == sizeof(Logit);
+        constexpr int kThreadsEach = kTogether ? kServiceThreads : kWarpSize;
+        const int pieces = cta.rows * static_cast<int>(sizeof(Logit)) / static_cast<int>(sizeof(Piece)), other_warp = kServiceWarps - 1 - cta.warp;
+        for (int request = kTogether ? 0 : other_warp; request < pass.requests; request += kTogether ? 1 : kServiceWarps) {
             if (!is_wanted(pass.first_row + request)) continue;
             const Piece* staged = reinterpret_cast<const Piece*>(staged_base(p, s, cta, pass, request));
 #pragma unroll 1
             for (int i = first; i < kTargets; ++i) {
                 Piece* out = reinterpret_cast<Piece*>(target(i, pass, request));
 #pragma unroll 2
-                for (int piece = cta.lane; piece < pieces; piece += kWarpSize) out[piece] = staged[piece];
+                for (int piece = kTogether ? other_warp * kWarpSize + cta.lane : cta.lane; piece < pieces; piece += kThreadsEach) out[piece] = staged[piece];
             }
         }
     }

@@ -21,7 +21,8 @@ static_assert(kMultiplyWarps % kWarpgroupWarps == 0, "whole warpgroups");
 constexpr int kSlots = (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps > kRegTiles ? (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps : kRegTiles;
 constexpr int kRounds = (kSlots + 1) / 2;
 
-// Of named_barrier.
+// Of named_barrier, of an even pass; the next number is of an odd one. A barrier counts threads and doesn't know whose: with a single
+// one the first warpgroup, two passes ahead in the end, could arrive in place of a warp of the second that is still to come.
 constexpr int kSecondWarpgroupBarrier = 4;
 
 // ---- W2 in shared memory ---------------------------------------------------------------------------------------------
@@ -132,9 +133,10 @@ __device__ __forceinline__ void multiply_by_warpgroups(const WalkParams& p, cons
     __syncwarp();
     // The second warpgroup begins behind the first: in step they would want the tensor cores at the same time, and then neither.
     const bool is_second = cta.warp >= kWarpgroupWarps;
-    if (is_second) named_barrier(kSecondWarpgroupBarrier, kMultiplyWarps * kWarpSize);
+    const int barrier = kSecondWarpgroupBarrier + pass.buffer();
+    if (is_second) named_barrier(barrier, kMultiplyWarps * kWarpSize);
     start_round(s, cta, weights, 0, u, acc[0]);
-    if (!is_second) named_barrier_arrive(kSecondWarpgroupBarrier, kMultiplyWarps * kWarpSize);
+    if (!is_second) named_barrier_arrive(barrier, kMultiplyWarps * kWarpSize);
 #pragma unroll
     for (int round = 0; round < kRounds; ++round) {
         if (round + 1 < kRounds) {

@@ -33,6 +33,8 @@ INSTRUCTIONS = {
     "max.bf16x2": "larger = emulate_max_bf16x2(x, y);",
     "min.bf16x2": "smaller = emulate_min_bf16x2(x, y);",
     "wgmma.mma_async": "emulate_wgmma(acc, a, b, adds);",
+    "wgmma.commit": "emulate_wgmma_commit();",
+    "wgmma.wait": "emulate_wgmma_wait(kPending);",
     "mma.sync.aligned.m16n8k16": "emulate_mma(acc, a, b);",
     "mma.sync.aligned.m16n8k32": "emulate_mma(acc, a, b);",
     "@wanted": "if (wanted) emulate_load_word(at, word);",
@@ -68,9 +70,6 @@ NOTHING = (
     "cp.async.bulk.commit",
     "setmaxnreg",
     "fence.",
-    "wgmma.fence",
-    "wgmma.commit",
-    "wgmma.wait",
     '(""',
 )
 _ASSEMBLY = re.compile(r'asm\s*(?:volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|\((?:[^()]|\([^()]*\))*\))*\))*\)\s*;')

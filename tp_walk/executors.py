@@ -181,10 +181,10 @@ class KernelExecutor:
         if context.device.type != "cuda":
             raise PlanUnavailableError(f"plan {self.name} needs a CUDA device, not {context.device}")
         properties = torch.cuda.get_device_properties(context.device)
-        if properties.major < 9:
+        if properties.major != 9:  # wgmma is of that generation alone
             raise PlanUnavailableError(
-                f"plan {self.name} needs a Hopper GPU or later; {properties.name} is compute capability "
-                f"{properties.major}.{properties.minor}"
+                f"plan {self.name} needs a Hopper GPU (compute capability 9.0); {properties.name} is "
+                f"{properties.major}.{properties.minor}; plan reference runs on it"
             )
         if context.shape.vocab_size > MAX_VOCAB_SIZE:
             raise PlanUnavailableError(

@@ -7,6 +7,8 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -82,6 +84,7 @@ struct Fiber {
     const unsigned* watched = nullptr;  // it has nothing to do while this is `unwanted`
     unsigned unwanted = 0;
     std::vector<BulkCopy> stores;
+    std::vector<std::vector<std::function<void()>>> products{1};  // wgmma's, by groups; the last one isn't committed
 
     bool waits() const { return watched && *watched == unwanted; }
 };
@@ -129,6 +132,7 @@ inline void meet(Meeting& meeting, int threads) {
 
 inline void run_fiber() {
     kernel_of_rank(running->cta->rank);
+    if (running->products.size() != 1 || !running->products[0].empty()) std::abort();  // nobody has waited for them
     running->done = true;
     let_others_run();
 }
@@ -374,7 +378,8 @@ inline const unsigned* core_matrix(unsigned long long descriptor, int first, int
     const unsigned at = (descriptor & 0x3fff) << 4, k_stride = (descriptor >> 16 & 0x3fff) << 4, row_stride = (descriptor >> 32 & 0x3fff) << 4;
     return reinterpret_cast<const unsigned*>(shared + ((at - shared + first * k_stride + second * row_stride) & 0x3ffff));
 }
-// wgmma.m64n(8 * groups), done at once: each warp's share needs no other warp. a: of a row, a word of 4 bytes of k.
+// wgmma.m64n(8 * groups), each warp's share by itself, and as late as may be: when its group is waited for. Until then the sums are
+// spoilt. a: of a row, a word of 4 bytes of k.
 template <int kGroups, typename Accumulator, typename A>
 void emulate_rows_of_wgmma(Accumulator (&acc)[kGroups][4], const A& a, unsigned long long b, bool adds) {
     constexpr int kPerWord = std::is_same_v<Accumulator, float> ? 2 : 4;
@@ -389,19 +394,43 @@ void emulate_rows_of_wgmma(Accumulator (&acc)[kGroups][4], const A& a, unsigned 
             }
         }
 }
+inline void spoil(float& sum) { sum = std::nanf(""); }
+inline void spoil(int& sum) { sum = 0x5a5a5a5a; }
+template <int kGroups, typename Accumulator>
+void spoil_if(bool wanted, Accumulator (&acc)[kGroups][4]) {
+    for (auto& group : acc)
+        for (auto& sum : group)
+            if (wanted) spoil(sum);
+}
 template <int kGroups, typename Accumulator>
 void emulate_wgmma(Accumulator (&acc)[kGroups][4], const uint4& fragment, unsigned long long b, bool adds) {
     const Shown<uint4> shown = show(fragment);
-    emulate_rows_of_wgmma(acc, [&](int row, int word) {
-        const uint4 held = shown.of(row % 8 * 4 + word % 4);
-        return word < 4 ? row < 8 ? held.x : held.y : row < 8 ? held.z : held.w;
-    }, b, adds);
+    std::array<uint4, 32> held;
+    for (int lane = 0; lane < 32; ++lane) held[lane] = shown.of(lane);
+    spoil_if(!adds, acc);
+    running->products.back().push_back([=, to = &acc] {
+        emulate_rows_of_wgmma(*to, [&](int row, int word) {
+            const uint4 of = held[row % 8 * 4 + word % 4];
+            return word < 4 ? row < 8 ? of.x : of.y : row < 8 ? of.z : of.w;
+        }, b, adds);
+    });
 }
 template <int kGroups, typename Accumulator>
 void emulate_wgmma(Accumulator (&acc)[kGroups][4], unsigned long long a, unsigned long long b, bool adds) {
     show(0);  // the whole warp
     const int first = running->thread / 32 % 4 * 2;
-    emulate_rows_of_wgmma(acc, [&](int row, int word) { return core_matrix(a, word / 4, first + row / 8)[row % 8 * 4 + word % 4]; }, b, adds);
+    spoil_if(!adds, acc);
+    running->products.back().push_back([=, to = &acc] {
+        emulate_rows_of_wgmma(*to, [&](int row, int word) { return core_matrix(a, word / 4, first + row / 8)[row % 8 * 4 + word % 4]; }, b, adds);
+    });
+}
+inline void emulate_wgmma_commit() { running->products.emplace_back(); }
+inline void emulate_wgmma_wait(int pending) {
+    for (int i = 0; i < 3; ++i) let_others_run();
+    auto& groups = running->products;
+    if (!groups.back().empty()) std::abort();  // not committed
+    for (; static_cast<int>(groups.size()) - 1 > pending; groups.erase(groups.begin()))
+        for (const auto& product : groups.front()) product();
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------

@@ -91,7 +91,6 @@ struct LogitsOutput {
     template <typename Piece>
     __device__ __forceinline__ void copy_as(const Pass& pass, int first) const {
         constexpr bool kTogether = sizeof(Piece) == sizeof(Logit);
-        constexpr int kThreadsEach = kTogether ? kServiceThreads : kWarpSize;
         const int pieces = cta.rows * static_cast<int>(sizeof(Logit)) / static_cast<int>(sizeof(Piece)), other_warp = kServiceWarps - 1 - cta.warp;
         for (int request = kTogether ? 0 : other_warp; request < pass.requests; request += kTogether ? 1 : kServiceWarps) {
             if (!is_wanted(pass.first_row + request)) continue;
@@ -99,8 +98,9 @@ struct LogitsOutput {
 #pragma unroll 1
             for (int i = first; i < kTargets; ++i) {
                 Piece* out = reinterpret_cast<Piece*>(target(i, pass, request));
-#pragma unroll 2
-                for (int piece = kTogether ? other_warp * kWarpSize + cta.lane : cta.lane; piece < pieces; piece += kThreadsEach) out[piece] = staged[piece];
+#pragma unroll (kTogether ? 1 : 2)
+                for (int piece = kTogether ? other_warp * kWarpSize + cta.lane : cta.lane; piece < pieces; piece += kTogether ? kServiceThreads : kWarpSize)
+                    out[piece] = staged[piece];
             }
         }
     }

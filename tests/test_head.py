@@ -350,3 +350,14 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     checkpoint(tmp_path, file="copy.safetensors")
     refusal(tmp_path, "model.safetensors", "also in copy.safetensors")
+
+
+def test_tables_are_the_heads_own_or_copies() -> None:
+    head, here = MarkovHead(weights(), weights(seed=1), d2t=torch.arange(V)), torch.device("cpu")
+    for copy in (False, True):
+        w1, d2t = head.tables_on(here, copy=copy)
+        assert d2t is not None
+        assert head.d2t is not None
+        for table, own in ((w1, head.w1), (d2t, head.d2t)):
+            assert torch.equal(table, own)
+            assert (table.data_ptr() == own.data_ptr()) != copy

@@ -63,9 +63,10 @@ class MarkovHead:
             self._w1 = self._w1.rows(0, self.target_vocab_size).to(torch.bfloat16)
         return self._w1
 
-    def tables_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """W1 and d2t there, contiguous; without a copy where they are so already."""
-        return self.w1.to(device).contiguous(), None if self.d2t is None else self.d2t.to(device).contiguous()
+    def tables_on(self, device: torch.device, *, copy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """W1 and d2t there, contiguous; if not `copy`, the head's own where they are so already."""
+        d2t = None if self.d2t is None else self.d2t.to(device, copy=copy).contiguous()
+        return self.w1.to(device, copy=copy).contiguous(), d2t
 
     def w2_rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows `[start, stop)` of W2, `[stop - start, r]` bfloat16.

@@ -103,7 +103,9 @@ class WalkRuntime:
         )
         shards = self._gather_shards(head.vocab_size, shard)
         self.shard = shards[self.rank]
-        w1, d2t = self._group.stage("load of W1", lambda: head.tables_on(self.device))
+        # `reload` writes into what captured graphs read, which must not be the caller's own head.
+        is_cuda = self.device.type == "cuda"
+        w1, d2t = self._group.stage("load of W1", lambda: head.tables_on(self.device, copy=is_cuda))
         self._context = ExecutorContext(
             head=head,
             w1=w1,

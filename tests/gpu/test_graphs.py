@@ -186,12 +186,14 @@ def _reloads(world: int) -> None:
     here_is = lab("exact", SMALL, world)
     other = lab("gauss", SMALL, world)
     graph = Captured(here_is, 5, 7, "tp_bf16", False)
+    weights = here_is.head.w1.clone()
     try:
         here_is.runtime.reload(other.head)
         graph.replay(here_is.inputs.anchors, 0)
         assert_same(graph.tokens, other.walk(5, 7, "tp_bf16").tokens, "after the reload")
     finally:
         here_is.runtime.reload(here_is.head)
+    assert torch.equal(here_is.head.w1, weights), "the caller's head is the caller's"
     graph.replay(here_is.inputs.anchors, 0)
     assert_same(graph.tokens, here_is.right("tp_bf16", False)[:5, :7], "and back")
 

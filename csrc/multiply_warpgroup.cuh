@@ -33,31 +33,23 @@ constexpr int kHalfTileBytes = kTileBytes / 2;
 
 // This warp's tiles that stay in shared memory. Register i of a fragment holds, over the lanes, just one core matrix.
 __device__ __forceinline__ void load_core_matrices(const WalkParams& p, const Smem& s, const Cta& cta, bool wanted) {
-    // Fragments in flight, 64 KB of a CTA: of half as many a read of DRAM took longer than the memory needs to send them.
-    constexpr int kAhead = 16, kTurnTiles = kSteps < kAhead ? kAhead / kSteps : 1, kTurnSteps = kAhead / kTurnTiles;
-    static_assert(kAhead % kTurnTiles == 0 && kSteps % kTurnSteps == 0);
+    constexpr int kAhead = 8;  // fragments in flight; 16 are no faster
+    static_assert(kSteps % kAhead == 0);
     const Fragment* source = p.w2_fragments + (static_cast<int64_t>(cta.index) * kTilesPerCta + kRegTiles * kMultiplyWarps) * (kSteps * kWarpSize) + cta.lane;
-    // Of a turn that has fewer tiles the last ones are loaded and stored again.
-    const auto tile_of = [&](int tile, int i) { return min(tile + i * kMultiplyWarps, kSmemTiles - 1 - (kSmemTiles - 1 - cta.warp) % kMultiplyWarps); };
 #pragma unroll 1
-    for (int tile = cta.warp; tile < kSmemTiles && wanted; tile += kTurnTiles * kMultiplyWarps) {
+    for (int tile = cta.warp; tile < kSmemTiles && wanted; tile += kMultiplyWarps) {
+        unsigned char* to = s.weights + tile * kTileBytes + cta.lane * 4;
 #pragma unroll 1
-        for (int first = 0; first < kSteps; first += kTurnSteps) {
-            Fragment a[kTurnTiles][kTurnSteps];
+        for (int first = 0; first < kSteps; first += kAhead) {
+            Fragment a[kAhead];
 #pragma unroll
-            for (int i = 0; i < kTurnTiles; ++i)
+            for (int i = 0; i < kAhead; ++i) a[i] = load_weights(source + (tile * kSteps + first + i) * kWarpSize);
 #pragma unroll
-                for (int k = 0; k < kTurnSteps; ++k) a[i][k] = load_weights(source + (tile_of(tile, i) * kSteps + first + k) * kWarpSize);
+            for (int i = 0; i < kAhead; ++i) {
+                const uint32_t words[4] = {a[i].x, a[i].y, a[i].z, a[i].w};  // rows and other rows of one k, then of the next
 #pragma unroll
-            for (int i = 0; i < kTurnTiles; ++i) {
-                unsigned char* to = s.weights + tile_of(tile, i) * kTileBytes + cta.lane * 4;
-#pragma unroll
-                for (int k = 0; k < kTurnSteps; ++k) {
-                    const uint32_t words[4] = {a[i][k].x, a[i][k].y, a[i][k].z, a[i][k].w};  // rows and other rows of one k, then of the next
-#pragma unroll
-                    for (int word = 0; word < 4; ++word)
-                        *reinterpret_cast<uint32_t*>(to + word % 2 * kHalfTileBytes + (2 * (first + k) + word / 2) * kMatrixBytes) = words[word];
-                }
+                for (int word = 0; word < 4; ++word)
+                    *reinterpret_cast<uint32_t*>(to + word % 2 * kHalfTileBytes + (2 * (first + i) + word / 2) * kMatrixBytes) = words[word];
             }
         }
     }

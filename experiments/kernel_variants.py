@@ -403,7 +403,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_LANES, _BEGIN, r"\g<0>" + _ZEROS),
         Edit("walk.cu", r"    Fragment weights\[kRegTiles\]\[kSteps\];\n", r"\g<0>" + _ZERO_REGISTERS),
         Edit("walk.cu", r"load_weights\(cta_weights [^;]*;", "zeros(s, cta);"),
-        Edit(_WARPGROUP, r"a\[i\]\[k\] = load_weights\([^;]*;", "a[i][k] = make_uint4(0, 0, 0, 0);"),
+        Edit(_WARPGROUP, r"a\[i\] = load_weights\([^;]*;", "a[i] = make_uint4(0, 0, 0, 0);"),
         Edit("walk.cu", r"(const int tiles = )has_passes\(p, cta, first_step\) \? kSmemTiles : 0;", r"\g<1>0;"),
         Edit("walk.cu", r" +load_rows\(p, s, cta, [^\n]*\n", r"\g<0>" + _ZERO_TILE),
         Edit(_MULTIPLY, r"s\.weights \+ \(shared_slot \* kMultiplyWarps \+ cta\.warp\) \* kTileBytes", "s.weights"),

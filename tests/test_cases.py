@@ -51,7 +51,7 @@ def test_the_check_itself_under_torchrun(cases_dir: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     options = ["--device", "cpu", "--plan", "reference_int8", "--layout", "sharded"]
     done = subprocess.run(
-        [*launch, str(cases_dir / "check.py"), *options],
+        [*launch, str(Path(__file__).parent / "end_with_verdict.py"), str(cases_dir / "check.py"), *options],
         capture_output=True,
         text=True,
         timeout=180,

@@ -6,9 +6,9 @@
 //
 // Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
 // warp keeps in registers), TPW_SMEM_TILES, TPW_STREAM_SLOTS and TPW_CHUNK_STEPS (of what is read again each pass: slots of a warp,
-// k steps of a chunk), TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass multiplies), TPW_BY_WARPGROUPS (by wgmma), TPW_NARROW (bf16: up
-// to 4 requests, each in an even column, so that a lane has one; int8: one request), TPW_ROUNDING, TPW_BASE_FP32, TPW_SAMPLED,
-// TPW_LOGITS, and the numbers of MailboxLayout.
+// k steps of a chunk), TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass multiplies), TPW_BY_WARPGROUPS (by
+// wgmma), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request), TPW_ROUNDING,
+// TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
 #include "async_copy.cuh"

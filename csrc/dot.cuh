@@ -6,9 +6,9 @@
 //   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
 //            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
 // Two groups of columns of greedy requests are multiplied by wgmma where all of W2 is on the chip, four warps' rows at once
-// (multiply_warpgroup.cuh). That its sums of bf16 are those of
-// mma.m16n8k16 to the bit no manual says: it was measured on an H200, 173 million sums of data of ten kinds (spread exponents,
-// cancellation, denormals, overflow, NaN, ties), and the GPU tests compare the tokens of all kernels.
+// (multiply_warpgroup.cuh). That its sums of bf16 are those of mma.m16n8k16 to the bit no manual says: it was measured on an H200, 173
+// million sums of data of ten kinds (spread exponents, cancellation, denormals, overflow, NaN, ties), and the GPU tests compare the
+// tokens of all kernels.
 #pragma once
 
 #include "score.cuh"

@@ -15,14 +15,13 @@
 namespace tpw {
 
 constexpr int kWarpgroupWarps = 4;
-static_assert(kMultiplyWarps % kWarpgroupWarps == 0, "whole warpgroups");
 
 // A warp's tiles, by rounds (see Round).
 constexpr int kSlots = (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps > kRegTiles ? (kTilesPerCta + kMultiplyWarps - 1) / kMultiplyWarps : kRegTiles;
 constexpr int kRounds = (kSlots + 1) / 2;
 
-// Of named_barrier, of an even pass; the next number is of an odd one. A barrier counts threads and doesn't know whose: with a single
-// one the first warpgroup, two passes ahead in the end, could arrive in place of a warp of the second that is still to come.
+// Of named_barrier, in even passes; the next number is that of odd ones. A barrier counts threads and doesn't know whose they are: with
+// a single one the first warpgroup, a pass ahead, could arrive in place of a late warp of the second, which then waits for ever.
 constexpr int kSecondWarpgroupBarrier = 4;
 
 // ---- W2 in shared memory ---------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ __device__ __forceinline__ void add_round(const WalkParams& p, const Smem& s, co
 // All tiles of the warp.
 template <int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroups(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
-                                                  const Fragment (&weights)[kRegTiles][kSteps], LaneRequests& mine) {
+                                                       const Fragment (&weights)[kRegTiles][kSteps], LaneRequests& mine) {
     static_assert(kMultiplyWarps == 2 * kWarpgroupWarps, "two warpgroups");
     static_assert(kGroups == 2 && kTilesPerCta <= kRegTiles * kMultiplyWarps + kSmemTiles, "no tile is streamed");
     const uint64_t u = u_matrices(s, pass);

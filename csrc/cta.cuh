@@ -7,7 +7,7 @@
 // Specialised by -D (tp_walk/placement.py chooses): TPW_INT8, TPW_RANK (r), TPW_TILES_PER_CTA, TPW_REG_TILES (of W2, those that a
 // warp keeps in registers), TPW_SMEM_TILES, TPW_STREAM_SLOTS and TPW_CHUNK_STEPS (of what is read again each pass: slots of a warp,
 // k steps of a chunk), TPW_BASE_STAGE_BYTES, TPW_COLUMN_GROUPS (groups of 8 MMA columns that a pass multiplies), TPW_BY_WARPGROUPS (by
-// wgmma), TPW_NARROW (bf16: up to 4 requests, each in an even column, so that a lane has one; int8: one request), TPW_ROUNDING,
+// wgmma), TPW_NARROW (up to 4 requests, each in an even column, so that a lane has one), TPW_SINGLE (one request alone), TPW_ROUNDING,
 // TPW_BASE_FP32, TPW_SAMPLED, TPW_LOGITS, and the numbers of MailboxLayout.
 #pragma once
 
@@ -48,7 +48,7 @@ constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // Which kernels have code for a single request's posts (exchange.cuh).
 constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
 // A kernel for one request alone, which agrees by posts and nothing else.
-constexpr bool kPostsAlone = kPosts && kQuadsShare;
+constexpr bool kPostsAlone = kPosts && TPW_SINGLE;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -73,12 +73,44 @@ __device__ __forceinline__ Logit to_logit(float value) { return static_cast<bf16
 constexpr bool kKeepsLogits = kSampled || kLogits;
 static_assert(!kKeepsLogits || sizeof(Logit) <= sizeof(BaseLogit), "the host widens bf16 base logits when fp32 logits are kept");
 
+// Tiles that buffers have room for: those that a CTA owns, or as many as its warps' registers would hold, so that nothing has
+// to be left out when they hold fewer.
+constexpr int kStagedTiles = kTilesPerCta > kRegTiles * kMultiplyWarps ? kTilesPerCta : kRegTiles * kMultiplyWarps;
+constexpr int kStagedRows = kStagedTiles * kTileRows;
+
+// The CTA, as a warp sees it.
 struct Cta {
     int lane, warp, index, count;  // warp: among its kind
     int first_row, rows;  // of this rank's shard
     int batch;            // valid rows that this rank walks
     bool whole;           // all rows of its tiles exist
+
+    // As a multiply warp does. By whole warps.
+    __device__ __forceinline__ explicit Cta(const WalkParams& p)
+        : lane(threadIdx.x % kWarpSize),
+          warp(__shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0)),  // in a uniform register, and not worked out again and again
+          index(blockIdx.x),
+          count(gridDim.x),
+          first_row(blockIdx.x * kTilesPerCta * kTileRows),
+          rows(min(max(p.shard_width - first_row, 0), kTilesPerCta * kTileRows)),
+          batch(is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p)),
+          whole(rows == kStagedRows) {}
+
+    __device__ __forceinline__ static Cta of_service(const WalkParams& p) {
+        Cta cta(p);
+        cta.warp -= kMultiplyWarps;
+        return cta;
+    }
 };
+
+// Of functions that few blocks need, with one group of columns: calls. Inlined, their code lies between the instructions of every step,
+// which in a cold L2 come from DRAM, and each jump over it is one more read (T = 1 at batch 1: see kernel_history.md). What a call can't
+// have is the kernel's own variables: those would lie in memory. With two groups too much is alive around the calls, and spilled.
+#if TPW_COLUMN_GROUPS == 1
+#define TPW_SELDOM __noinline__
+#else
+#define TPW_SELDOM __forceinline__
+#endif
 
 // The best of some rows of a request: its value and where; of equal values the one of the smallest row.
 #if TPW_SAMPLED || TPW_ROUNDING == 2
@@ -241,10 +273,6 @@ struct __align__(16) Control {
 };
 static_assert(sizeof(Control) <= TPW_CONTROL_BYTES, "placement.CONTROL_BYTES holds Control");
 
-// Tiles that buffers have room for: those that a CTA owns, or as many as its warps' registers would hold, so that nothing has
-// to be left out when they hold fewer.
-constexpr int kStagedTiles = kTilesPerCta > kRegTiles * kMultiplyWarps ? kTilesPerCta : kRegTiles * kMultiplyWarps;
-constexpr int kStagedRows = kStagedTiles * kTileRows;
 constexpr int kStagedRounds = (kStagedTiles + kRoundTiles - 1) / kRoundTiles;
 
 // Shared memory in this order; the host half is placement.place. Where there are two of a thing, passes take turns.
@@ -318,7 +346,7 @@ struct Passes {
           per_group(0xffffffffu / max(groups, 1) + 1) {}
 
     __device__ __forceinline__ Pass at(int index) const {
-        const int step = kQuadsShare || groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
+        const int step = TPW_SINGLE || groups == 1 ? index : __umulhi(index, per_group), first_row = (index - step * groups) * kRequests;
         return {index, first_step + step, first_row, min(kRequests, batch - first_row)};
     }
 };

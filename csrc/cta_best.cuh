@@ -54,6 +54,14 @@ __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Sme
     return max_over_lanes(key, kLanes);
 }
 
+// The same of a single request, as a call: few steps need it. (Kernels for more would spill around it.)
+__device__ __noinline__ uint64_t exact_single_key(const WalkParams& p, unsigned char* shared_memory, const Pass pass, float threshold) {
+    const Smem s(shared_memory);
+    const Cta cta = Cta::of_service(p);
+    const bool sampled = cta.warp == 0 && s.rows[0].temperature > 0.0f;
+    return exact_cta_key<kWarpSize>(p, s, cta, pass, cta.warp, lane_entries<kWarpSize>(s, cta, pass, cta.warp, sampled), threshold);
+}
+
 // Keys if !kCandidates, else candidates.
 __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int request, bool active) {
     constexpr int kLanes = kWarpSize / kWarpRequests;
@@ -71,7 +79,11 @@ __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Sme
     const auto near = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
     const bool contested = sampled && (near(mine.second) || (word != best && near(mine.value)));
     if (!kCandidates || __any_sync(kFullWarp, contested)) {
-        const uint64_t exact = exact_cta_key<kLanes>(p, s, cta, pass, request, sampled ? mine : Best(), threshold);
+        uint64_t exact;
+        if constexpr (TPW_SINGLE)
+            exact = exact_single_key(p, s.weights, pass, threshold);
+        else
+            exact = exact_cta_key<kLanes>(p, s, cta, pass, request, sampled ? mine : Best(), threshold);
         Best winner;
         winner.value = key_value(exact);
         winner.row = key_id(exact) - row_id(p, cta, 0);

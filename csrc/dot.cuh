@@ -3,8 +3,8 @@
 // One MMA shape a plan, one accumulator a row, k ascending: the sum of a row and a request is then the same bits whatever the
 // tile, the batch or the placement, because a column of an MMA sees neither its neighbours nor the rows beside it.
 //   tp_bf16  mma.m16n8k16, 8 columns = 8 requests
-//   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. Narrow: one
-//            request, whose planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
+//   int8     mma.m16n8k32, 8 columns = 4 requests x {hi, lo} planes of u, so that 256 * hi + lo meet in one lane. A single
+//            request's planes take turns in two of the columns for each of four pairs of tiles (see multiply_narrow.cuh)
 // Two groups of columns of greedy requests are multiplied by wgmma where all of W2 is on the chip, four warps' rows at once
 // (multiply_warpgroup.cuh). That its sums of bf16 are those of mma.m16n8k16 to the bit no manual says: it was measured on an H200, 173
 // million sums of data of ten kinds (spread exponents, cancellation, denormals, overflow, NaN, ties), and the GPU tests compare the
@@ -69,7 +69,7 @@ struct Dot {
     }
 
     // Which of the columns' requests the lane's accumulators belong to.
-    __device__ static __forceinline__ int lane_request(int lane, int) { return TPW_NARROW ? 0 : lane & 3; }
+    __device__ static __forceinline__ int lane_request(int lane, int) { return TPW_SINGLE ? 0 : lane & 3; }
 
     // Two fp32 products in this order are the definition of an int8 bias.
     __device__ static __forceinline__ float bias(const Accumulator* acc, int half, int, float u_scale, float row_scale) {
@@ -127,7 +127,7 @@ struct Dot {
 #endif
 
 // The four lanes that hold the same rows of a tile share the pairs of tiles of one request, instead of having a request each.
-constexpr bool kQuadsShare = TPW_INT8 && TPW_NARROW;
+constexpr bool kQuadsShare = TPW_INT8 && TPW_SINGLE;
 constexpr int kSteps = TPW_RANK / Dot::kStepK;
 constexpr int kColumns = 8;
 constexpr int kTileBytes = kSteps * kWarpSize * static_cast<int>(sizeof(Fragment));

@@ -11,12 +11,13 @@
 
 namespace tpw {
 
+// Where not all rows lie on 16-byte pieces.
+__device__ TPW_SELDOM void copy_elements(const WalkParams& p, unsigned char* shared_memory, const Pass pass);
+
 struct LogitsOutput {
     const WalkParams& p;
     const Smem& s;
     const Cta& cta;
-    const Passes& passes;
-    const WalkExchange& exchange;
 
     static constexpr int kTargets = kPeerLogits ? TPW_WORLD_SIZE : 1;
 
@@ -36,7 +37,7 @@ struct LogitsOutput {
     __device__ __forceinline__ void copy(const Pass& pass) const {
         if (!p.logits[0]) return;
         if (!in_pieces())
-            copy_as<Logit>(pass, 0);
+            copy_elements(p, s.weights, pass);
         else if (kTargets > 1)
             copy_as<uint4>(pass, 1);
     }
@@ -47,16 +48,15 @@ struct LogitsOutput {
     }
 
     // After `finish` of all service warps and a barrier: tells every rank that it has this CTA's columns.
-    __device__ __forceinline__ void announce() const {
-        if (!sends() || passes.count == 0) return;
+    __device__ __forceinline__ void announce(const WalkExchange& exchange) const {
+        if (!sends()) return;
         fence_system();
         if (cta.lane < TPW_WORLD_SIZE)
             store_word<Scope::sys>(columns_word(p.mailboxes[cta.lane], p.rank, cta.index), 0, logits_tag(exchange.block));
     }
 
     // By all service warps of CTA 0: waits until this rank's memory has the columns of all ranks. All have as many CTAs.
-    __device__ __forceinline__ bool arrived() const {
-        if (passes.count == 0) return true;
+    __device__ __forceinline__ bool arrived(const WalkExchange& exchange) const {
         const u64 tag = logits_tag(exchange.block);
         for (int source = cta.warp; source < TPW_WORLD_SIZE; source += kServiceWarps) {
             if (source == p.rank) continue;  // the end of the kernel waits for these
@@ -78,6 +78,8 @@ struct LogitsOutput {
     }
 
   private:
+    friend void copy_elements(const WalkParams& p, unsigned char* shared_memory, const Pass pass);
+
     // Whole 16-byte pieces on both sides, whatever the row and step. (All ranks' memory lies alike.)
     __device__ __forceinline__ bool in_pieces() const {
         static_assert(!kLogits || sizeof(Logit) == sizeof(BaseLogit), "rows of both start at the same multiples of 16 bytes");
@@ -115,5 +117,9 @@ struct LogitsOutput {
         return static_cast<Logit*>(start) + (pass.first_row + request) * p.logits_stride_row + pass.step * p.logits_stride_step + cta.first_row;
     }
 };
+
+__device__ TPW_SELDOM void copy_elements(const WalkParams& p, unsigned char* shared_memory, const Pass pass) {
+    LogitsOutput{p, Smem(shared_memory), Cta::of_service(p)}.copy_as<Logit>(pass, 0);
+}
 
 }  // namespace tpw

@@ -13,9 +13,12 @@ namespace tpw {
 
 struct LogSumExp {
     const WalkParams& p;
-    const Smem& s;
-    const Cta& cta;
-    const WalkExchange& exchange;
+    const Smem s;
+    const Cta cta;
+    const WalkExchange exchange;
+
+    __device__ __forceinline__ LogSumExp(const WalkParams& p, unsigned char* shared_memory)
+        : p(p), s(shared_memory), cta(Cta::of_service(p)), exchange{p, s.control->block, s.control->expiry} {}
 
     // This CTA's parts. Not by the warps that exchange the requests' keys: with one request, both go on at once.
     __device__ __forceinline__ void contribute(const Pass& pass) const {
@@ -63,8 +66,8 @@ struct LogSumExp {
     }
 
     // By all service threads of CTA 0. Not by whole warps. False when the walk has failed.
-    __device__ __forceinline__ bool finish(int thread) const {
-        for (int i = thread; i < cta.batch * p.gamma; i += kServiceThreads) {
+    __device__ __forceinline__ bool finish() const {
+        for (int i = cta.warp * kWarpSize + cta.lane; i < cta.batch * p.gamma; i += kServiceThreads) {
             const int row = i / p.gamma, step = i % p.gamma;
             const u64 tag = lse_tag(exchange.block, step);
             Part sum;
@@ -135,5 +138,17 @@ struct LogSumExp {
         return part;
     }
 };
+
+__device__ TPW_SELDOM void contribute_lse(const WalkParams& p, unsigned char* shared_memory, const Pass pass) {
+    LogSumExp(p, shared_memory).contribute(pass);
+}
+
+__device__ TPW_SELDOM bool combine_lse(const WalkParams& p, unsigned char* shared_memory, const Pass pass) {
+    return LogSumExp(p, shared_memory).combine(pass);
+}
+
+__device__ TPW_SELDOM bool finish_lse(const WalkParams& p, unsigned char* shared_memory) {
+    return LogSumExp(p, shared_memory).finish();
+}
 
 }  // namespace tpw

@@ -118,11 +118,10 @@ struct Service {
     // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
     __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
     // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
-    __device__ __forceinline__ int lag() const { return !kPostsAlone && passes.groups > 2 ? 1 : 0; }
+    __device__ __forceinline__ int lag() const { return !kPostsAlone && passes.groups > (TPW_INT8 ? 2 : 3) ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
     // Made where they are used: members of this would live in memory.
-    __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta, passes, exchange}; }
-    __device__ __forceinline__ LogSumExp lse() const { return {p, s, cta, exchange}; }
+    __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta}; }
 
     __device__ __forceinline__ void start() const {
         if (cta.warp == 0) {
@@ -307,9 +306,10 @@ struct Service {
         for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
         mbarrier_wait(&s.control->weights_arrived, 0);
         exchange.prefetch(thread, kServiceThreads, posts, cta.batch, cta.index, cta.count);
-        for (int index = 0; index < passes.count; ++index) {
+        for (int index = 0;; ++index) {
+            if (index > 0) combine_sums(passes.at(index - 1));
+            if (index == passes.count) break;
             const Pass pass = passes.at(index);
-            if (index > 0) combine_lse(passes.at(index - 1));
             mbarrier_wait(&s.control->best_ready[pass.buffer()], pass.parity());
             const bool alive = !s.has_failed();
             if (alive) contribute(pass);
@@ -322,7 +322,7 @@ struct Service {
                 if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
                 if constexpr (kLogits) {
                     if constexpr (!kPeerLogits) logits().copy(pass);
-                    if (p.lse) lse().contribute(pass);
+                    if (p.lse) contribute_lse(p, s.weights, pass);
                 }
             }
             // Base logits come where others, or the logits made from them, have been read by all. With one group of requests they have time
@@ -360,21 +360,20 @@ struct Service {
             }
         }
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
-        if (passes.count > 0) combine_lse(passes.at(passes.count - 1));
         if constexpr (kLogits) {
             logits().finish();
             if constexpr (kPeerLogits) {
                 named_barrier(kServiceBarrier, kServiceThreads);
-                if (!s.has_failed()) logits().announce();
+                if (passes.count > 0 && !s.has_failed()) logits().announce(exchange);
             }
         }
         if (cta.index == 0) finish();
     }
 
     // Of the pass before: its parts are in by now. And not later, as mailbox.cuh has it: results of the rows' next step follow.
-    __device__ __forceinline__ void combine_lse(const Pass& pass) const {
+    __device__ __forceinline__ void combine_sums(const Pass& pass) const {
         if constexpr (kLogits)
-            if (p.lse && !s.has_failed() && !lse().combine(pass)) fail();
+            if (p.lse && !s.has_failed() && !combine_lse(p, s.weights, pass)) fail();
     }
 
     // CTA 0, once it has the last results: then all CTAs have read all that it is about to change.
@@ -385,8 +384,8 @@ struct Service {
         for (int index = posts ? passes.count : passes.count - passes.groups; index < passes.count; ++index) receive_results(passes.at(index), alive);
         if (is_split(p) && !s.has_failed()) receive_tokens(rows);
         if constexpr (kLogits) {
-            if (p.lse && !s.has_failed() && !lse().finish(thread)) fail();
-            if (kPeerLogits && !s.has_failed() && !logits().arrived()) fail();
+            if (p.lse && !s.has_failed() && !finish_lse(p, s.weights)) fail();
+            if (kPeerLogits && passes.count > 0 && !s.has_failed() && !logits().arrived(exchange)) fail();
         }
         named_barrier(kServiceBarrier, kServiceThreads);
         if (!s.control->failed) {
@@ -433,15 +432,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
     using namespace tpw;
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const Smem s(shared_memory);
-    Cta cta;
-    cta.lane = threadIdx.x % kWarpSize;
-    cta.warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);  // in a uniform register, and not worked out again and again
-    cta.index = blockIdx.x;
-    cta.count = gridDim.x;
-    cta.first_row = blockIdx.x * kTilesPerCta * kTileRows;
-    cta.rows = min(max(p.shard_width - cta.first_row, 0), kTilesPerCta * kTileRows);
-    cta.whole = cta.rows == kStagedRows;
-    cta.batch = is_split(p) ? share_of(valid_rows(p), p.shares, p.rank) : valid_rows(p);
+    const Cta cta(p);
     // Plan certified left nothing, on no rank: they have agreed on that, and this launch isn't a block.
     if (p.batch_rows && cta.batch == 0) return;
     const int first_step = p.first_step ? min(max(*p.first_step, 0), p.gamma) : 0;
@@ -451,9 +442,9 @@ extern "C" __global__ void __launch_bounds__(tpw::kThreads, 1) walk(const __grid
         multiply_warps(p, s, cta, first_step);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TPW_SERVICE_REGISTERS));
-        cta.warp -= kMultiplyWarps;
-        if (cta.warp == 0 && cta.lane == 0) load_shared_tiles(p, s, cta, first_step);
+        const Cta of_service = Cta::of_service(p);
+        if (of_service.warp == 0 && cta.lane == 0) load_shared_tiles(p, s, cta, first_step);
         __syncwarp();
-        Service(p, s, cta, Passes(cta.batch, p.gamma, first_step)).run();
+        Service(p, s, of_service, Passes(cta.batch, p.gamma, first_step)).run();
     }
 }

@@ -8,8 +8,9 @@ the tests require each kind of access to be found.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,40 +59,50 @@ def compile_to_ptx(folder: Path, source_name: str, macros: Mapping[str, int | st
 
 
 def accesses(ptx: str, entry: str, pointers: Mapping[int, str]) -> list[Access]:
-    """Accesses through pointers that the kernel was given, in the order of the text.
+    """Accesses through pointers that the kernel was given, in the order of the text; a function's where it is called.
 
     pointers: byte offset in the kernel's parameters -> the name of the pointer there. Separate parameters are taken to
     follow each other as in a struct.
     """
-    statements, symbols = _body(ptx, entry)
+    texts, symbols = _bodies(ptx, entry)
+    bodies = {name: _statements(text) for name, text in texts.items()}
     values: dict[str, Values] = {name: frozenset({(PARAMETER, offset)}) for name, offset in symbols.items()}
     changed = True
     while changed:
         changed = False
-        for opcode, operands in statements:
+        for opcode, operands in itertools.chain.from_iterable(bodies.values()):
             for register, value in _results(opcode, operands, values, pointers):
                 known = values.get(register, frozenset())
                 if not value <= known and len(known) < MAX_VALUES:
                     values[register] = known | value
                     changed = True
     found = []
-    for opcode, operands in statements:
+    for opcode, operands in _executed(bodies, entry):
         if opcode.startswith(ORDERING):
             found.append(Access(opcode, ORDER, 0))
         elif opcode.split(".")[0] in ("ld", "st", "atom", "red", "cp", "multimem"):
             for address in re.findall(r"\[([^\]]+)\]", operands):
                 named = {pair for pair in _evaluate(address, values) if pair[0] not in (None, PARAMETER)}
-                # The state space of an atomic follows from what the compiler knows of its pointer: not in a function.
-                spelt = opcode.replace("atom.global.", "atom.")
-                found += [Access(spelt, str(pointer), offset) for pointer, offset in sorted(named)]
+                found += [Access(_spelt(opcode), str(pointer), offset) for pointer, offset in sorted(named)]
     return found
 
 
-def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
-    """(opcode, operands) of each statement of an entry, and its parameters' offsets."""
+def _spelt(opcode: str) -> str:
+    """In one way: whether a state space is named depends on what the compiler knows of a pointer, in functions less."""
+    return re.sub(r"^(ld|st)\.([bfsu]\d+)$", r"\1.global.\2", opcode.replace("atom.global.", "atom."))
+
+
+def _executed(bodies: Mapping[str, list[tuple[str, str]]], name: str) -> Iterator[tuple[str, str]]:
+    for opcode, operands in bodies[name]:
+        yield opcode, operands
+        if opcode == "call":
+            yield from _executed(bodies, operands)
+
+
+def _bodies(ptx: str, entry: str) -> tuple[dict[str, str], dict[str, int]]:
+    """Of an entry and of all functions; and the offsets of the entry's parameters."""
     match = re.search(rf"\.entry {entry}\((.*?)\)(.*?)(\.entry|\.func|\Z)", ptx, re.DOTALL)
     assert match is not None, f"no entry {entry}"
-    body = _with_functions(match[2], ptx)
     symbols, offset = {}, 0
     for declaration in match[1].split(","):
         size = {"u64": 8, "b64": 8, "u32": 4, "b32": 4}
@@ -104,25 +115,35 @@ def _body(ptx: str, entry: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
         offset = -(-offset // alignment) * alignment
         symbols[name[1]] = offset
         offset += num_bytes
+    return _with_functions(entry, match[2], ptx), symbols
+
+
+def _statements(body: str) -> list[tuple[str, str]]:
+    """(opcode, operands) of each."""
     statements = []
     for statement in re.split(r"[;\n]", re.sub(r"//[^\n]*", "", body)):
         text = re.sub(r"^\s*(\{|\})?\s*(@!?%?\w+)?\s*", "", statement).strip()
         if text and not text.startswith((".", "$")):
             opcode, _, operands = text.partition(" ") if " " in text else text.partition("\t")
             statements.append((opcode, operands.strip()))
-    return statements, symbols
+    return statements
 
 
-def _with_functions(body: str, ptx: str) -> str:
+def _with_functions(entry: str, body: str, ptx: str) -> dict[str, str]:
     """The body and those of all functions: registers get names of their own, the parameters of calls the function's."""
     definitions = re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)\([^;{]*\)\s*(\{.*?\n\})", ptx, re.DOTALL)
-    bodies = [body, *(re.sub(r"%(\w+)", rf"%\1_of_{number}", text) for number, (_, text) in enumerate(definitions))]
+    bodies = {entry: body}
+    for number, (name, text) in enumerate(definitions):
+        bodies[name] = re.sub(r"%(\w+)", rf"%\1_of_{number}", text)
 
     def named(call: re.Match[str]) -> str:
-        (callee,) = re.findall(r"call(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?(\w+)", call[0])
-        return re.sub(r"\[param(\d+)", rf"[{callee}_param_\1", call[0])
+        """Its statement on one line: `call callee`."""
+        ((statement, callee),) = re.findall(r"(call(?:\.uni)?\s+(?:\([^)]*\)\s*,\s*)?(\w+).*?;)", call[0], re.DOTALL)
+        return re.sub(r"\[param(\d+)", rf"[{callee}_param_\1", call[0].replace(statement, f"call {callee};"))
 
-    return "\n".join(re.sub(r"\{ // callseq.*?\} // callseq", named, one, flags=re.DOTALL) for one in bodies)
+    return {
+        name: re.sub(r"\{ // callseq.*?\} // callseq", named, text, flags=re.DOTALL) for name, text in bodies.items()
+    }
 
 
 def _cell(address: str) -> str:

@@ -205,9 +205,12 @@ def int8(world: int, sms: int, shared_limit: int = HOPPER.shared_limit, plan: st
 # Neighbours share libraries: what is compiled in is columns by batch, tiles in registers (by vocabulary, SMs and r),
 # rounding, r, world, kind of logits, and whether temperatures are given.
 CASES = {
-    # One request posts, up to four are narrow.
+    # One request posts, but on four ranks; up to four are narrow.
     "posts": Case(tp(2, 3), 595, 1, gamma=5),
     "posts-equals": Case(tp(2, 3), 595, 1, gamma=8, equals=True),
+    "posts-none-valid": Case(tp(2, 3, valid=0), 595, 1),
+    "posts-unaligned": Case(tp(2, 3, base="sharded", logits="local", max_batch=64), 599, 1),
+    "single-of-four-ranks": Case(tp(4, 2), 595, 1, gamma=4),
     "narrow": Case(tp(2, 3, base="aligned"), 640, 3, draft=True),
     "narrow-equals": Case(tp(2, 3, base="sharded"), 701, 4, gamma=4, equals=True),
     "narrow-empty-shard": Case(tp(2, 3, shards=(Shard(0, 0), Shard(0, 331))), 331, 2),
@@ -222,12 +225,16 @@ CASES = {
     "two-groups": Case(tp(2, 2), 595, 16, rounding="once", draft=True),
     "two-groups-equals": Case(tp(2, 3), 701, 11, rounding="once", equals=True),
     "three-passes": Case(tp(2, 3, max_batch=64, valid=35, logits_rows="sampled"), 203, 37, rounding="once"),
+    "four-passes": Case(tp(2, 2, max_batch=64), 203, 50, rounding="once", gamma=2),
     # Sampled, pairs of tiles and groups take turns, and each of half of the warps has a tile without a partner.
     "turns": Case(tp(2, 1, base="aligned"), 1140, 19),
     "turns-equals": Case(tp(2, 1), 1140, 11, equals=True),
     # fp32 logits: keys are exact.
     "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
     "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, gamma=16, rounding="none", equals=True),
+    "fp32-greedy-narrow": Case(
+        tp(1, 1, 70_000, streams="loads", logits="local", max_batch=8), 1003, 7, rounding="none", sampled=False
+    ),
     "fp32-greedy": Case(tp(2, 2, logits="none", lse=False), 1100, 2, rounding="none", sampled=False),
     # Tokens alone.
     "greedy": Case(tp(1, 2, logits="none", lse=False), 1003, 9, sampled=False),

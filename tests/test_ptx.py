@@ -18,6 +18,7 @@ from ptx_access import ORDER, Access, accesses, compile_to_ptx
 from tp_walk import jit, kernels, pair_test, spread, timing
 from tp_walk.config import LOGITS_MODES
 from tp_walk.mailbox import MailboxLayout
+from tp_walk.placement import ColumnUse
 from tp_walk.status import STATUS_FIELDS
 
 LAYOUT = MailboxLayout(world_size=2, max_batch=64, num_ctas=132)
@@ -56,8 +57,9 @@ EVERY_KERNEL = {
 WALK = EVERY_KERNEL | {"headers": SYS_WORD, "results": SYS_WORD, "slots": GPU_WORD}
 # Where every rank holds all of W2, ranks agree on nothing at a step, and csrc/spread.cu compares headers.
 INT8_WALK = EVERY_KERNEL | {"results": SYS_WORD, "slots": GPU_WORD, "tokens": SYS_WORD}
-# The kernel for one request alone has no aggregators.
-INT8_NARROW_WALK = EVERY_KERNEL | {"tokens": SYS_WORD}
+# Kernels for one request alone have no aggregators.
+SINGLE_WALK = EVERY_KERNEL | {"headers": SYS_WORD, "posts": SYS_WORD}
+INT8_SINGLE_WALK = EVERY_KERNEL | {"tokens": SYS_WORD, "posts": SYS_WORD}
 # Of what is only reported, by what a kernel reports; others have none of it.
 SUMS = {"partials": GPU_WORD, "sums": SYS_WORD}
 REPORTS: dict[str, dict[str, set[str]]] = {"none": {}, "local": SUMS, "full": SUMS | {"columns": SYS_WORD}}
@@ -73,9 +75,16 @@ def region_of(offset: int) -> str:
 
 
 def walk_macros(
-    *, int8: bool = False, sampled: bool = False, logits: str = "none", groups: int = 1, narrow: bool = False
+    *,
+    int8: bool = False,
+    sampled: bool = False,
+    logits: str = "none",
+    groups: int = 1,
+    narrow: bool = False,
+    single: bool = False,
 ) -> dict[str, int]:
     """Of one of the kernels that a runtime of 2 ranks loads."""
+    columns = ColumnUse(groups, narrow or (single and not int8), single)
     (macros,) = (
         one.macros
         for one in kernels.specialisations(
@@ -88,7 +97,7 @@ def walk_macros(
             num_sms=LAYOUT.num_ctas,
             shared_limit=232_448,
         )
-        if (one.sampled, one.logits, one.columns.groups, one.columns.narrow) == (sampled, logits, groups, narrow)
+        if (one.sampled, one.logits, one.columns) == (sampled, logits, columns)
     )
     return macros
 
@@ -203,10 +212,13 @@ def logits_faults(found: list[Access], logits: str) -> list[str]:
 def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     found = accesses(compile_to_ptx(folder, "walk.cu", macros), "walk", walk_pointers())
     logits = LOGITS_MODES[macros["TPW_LOGITS"]]
-    int8_walk = INT8_NARROW_WALK if macros["TPW_NARROW"] else INT8_WALK
-    allowed = (int8_walk if macros["TPW_INT8"] else WALK) | REPORTS[logits]
-    if macros["TPW_COLUMN_GROUPS"] == 1 and (macros["TPW_INT8"] or macros["TPW_NARROW"]):
-        allowed |= {"posts": SYS_WORD}  # of a single request
+    if macros["TPW_SINGLE"]:
+        allowed = INT8_SINGLE_WALK if macros["TPW_INT8"] else SINGLE_WALK
+    else:
+        allowed = INT8_WALK if macros["TPW_INT8"] else WALK
+        if macros["TPW_COLUMN_GROUPS"] == 1 and (macros["TPW_INT8"] or macros["TPW_NARROW"]):
+            allowed = allowed | {"posts": SYS_WORD}  # where one request alone is valid
+    allowed = allowed | REPORTS[logits]
     return mailbox_faults(found, allowed) + logits_faults(found, logits) + status_faults(found)
 
 
@@ -220,13 +232,15 @@ def spread_faults(folder: Path) -> list[str]:
     "kernel",
     [
         {},
-        {"narrow": True},
+        {"single": True},
+        {"sampled": True, "narrow": True},
         {"groups": 2},
         {"sampled": True, "logits": "local", "groups": 2},
-        {"logits": "full", "narrow": True},
+        {"logits": "full", "single": True},
+        {"sampled": True, "logits": "full", "narrow": True},
         {"sampled": True, "logits": "full", "groups": 2},
         {"int8": True},
-        {"int8": True, "narrow": True},
+        {"int8": True, "single": True},
         {"int8": True, "logits": "local"},
     ],
     ids=str,
@@ -320,7 +334,7 @@ def test_a_weaker_access_is_found(tmp_path: Path, file: str, right: str, wrong: 
     source = (folder / file).read_text()
     assert right in source, "the mutation has nothing to change any more"
     (folder / file).write_text(source.replace(right, wrong))
-    assert fault in walk_faults(folder, walk_macros(narrow=True))
+    assert fault in walk_faults(folder, walk_macros(sampled=True, narrow=True))
 
 
 SPREAD_MUTATIONS: dict[str, tuple[str, str, str]] = {
@@ -374,8 +388,8 @@ UNORDERED: dict[str, tuple[str, str, str, str]] = {
     ),
     "a warp's copies aren't waited for": (
         "walk.cu",
-        "named_barrier(kServiceBarrier, kServiceThreads);\n                if (!s.has_failed()) logits().announce",
-        "if (!s.has_failed()) logits().announce",
+        "named_barrier(kServiceBarrier, kServiceThreads);\n                if (passes.count > 0 && ",
+        "if (passes.count > 0 && ",
         "logits are published by",
     ),
     "logits aren't released": (
@@ -399,5 +413,5 @@ def test_logits_without_their_order_are_found(tmp_path: Path, file: str, right: 
     source = (folder / file).read_text()
     assert right in source, "the mutation has nothing to change any more"
     (folder / file).write_text(source.replace(right, wrong))
-    faults = walk_faults(folder, walk_macros(logits="full", narrow=True))
+    faults = walk_faults(folder, walk_macros(sampled=True, logits="full", narrow=True))
     assert any(found.startswith(fault) for found in faults), faults

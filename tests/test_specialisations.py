@@ -8,7 +8,15 @@ from tp_walk import certified, jit, kernels, precompile, spread
 from tp_walk.config import Rounding
 from tp_walk.executors import TpBf16Executor
 from tp_walk.int8_executors import Int8Executor
-from tp_walk.placement import MULTIPLY_REGISTERS, MULTIPLY_WARPS, SERVICE_REGISTERS, SERVICE_WARPS, WARP_SIZE
+from tp_walk.placement import (
+    MULTIPLY_REGISTERS,
+    MULTIPLY_WARPS,
+    SERVICE_REGISTERS,
+    SERVICE_WARPS,
+    WARP_SIZE,
+    ColumnUse,
+    column_uses,
+)
 from tp_walk.precompile import HOPPER, jobs
 
 # (int8, rows of W2 on a rank, world size): V = 151,936 over 2 and 8 ranks, and whole as int8.
@@ -72,12 +80,14 @@ def test_every_row_has_one_place(int8: bool, rows: int, world_size: int) -> None
         assert placed.grid <= HOPPER.num_sms
 
 
-# (column groups, narrow) → the batches walked so.
+# What columns are used for → the batches walked so.
+SINGLE, NARROW = ColumnUse(1, narrow=True, single=True), ColumnUse(1, narrow=True)
+OF_INT8 = {ColumnUse(1, single=True): (1, 1), ColumnUse(1): (2, 4), ColumnUse(2): (5, 64)}
 FOR_BATCHES = {
-    (False, False): {(1, True): (1, 1), (1, False): (2, 8), (2, False): (9, 64)},
-    (False, True): {(1, True): (1, 4), (1, False): (5, 8), (2, False): (9, 64)},
-    (True, False): {(1, True): (1, 1), (1, False): (2, 4), (2, False): (5, 64)},
-    (True, True): {(1, True): (1, 1), (1, False): (2, 4), (2, False): (5, 64)},
+    (False, False): {SINGLE: (1, 1), ColumnUse(1): (2, 8), ColumnUse(2): (9, 64)},
+    (False, True): {SINGLE: (1, 1), NARROW: (2, 4), ColumnUse(1): (5, 8), ColumnUse(2): (9, 64)},
+    (True, False): OF_INT8,
+    (True, True): OF_INT8,
 }
 
 
@@ -87,17 +97,33 @@ def test_each_batch_is_walked_by_the_kernel_that_is_for_it(int8: bool, sampled: 
     executor = executor_class.__new__(executor_class)
     found = [one for one in specialisations(int8, 75_968, 2) if (one.sampled, one.logits) == (sampled, "none")]
     executor._launches = {(False, sampled, "none"): [(None, one) for one in found]}  # type: ignore[list-item]
-    walked: dict[tuple[int, bool], list[int]] = {}
+    walked: dict[ColumnUse, list[int]] = {}
     for batch in range(1, 65):
         columns = executor._chosen(False, sampled, "none", batch)[1].columns
-        walked.setdefault((columns.groups, columns.narrow), []).append(batch)
+        walked.setdefault(columns, []).append(batch)
     assert {use: (batches[0], batches[-1]) for use, batches in walked.items()} == FOR_BATCHES[int8, sampled]
 
 
-@pytest.mark.parametrize(("max_batch", "greedy", "sampled"), [(1, 1, 1), (2, 2, 1), (4, 2, 1), (5, 2, 2), (9, 3, 3)])
+@pytest.mark.parametrize(("sms", "rows"), [(40, 151_936), (60, 248_320), (132, 500_000)])
+def test_without_room_for_eight_no_batch_falls_to_the_kernel_of_one(sms: int, rows: int) -> None:
+    found = kernels.specialisations(
+        int8=False,
+        markov_rank=256,
+        rows=rows,
+        world_size=1,
+        max_batch=64,
+        rounding="none",
+        num_sms=sms,
+        shared_limit=HOPPER.shared_limit,
+    )
+    last = [one for one in found if (one.base_fp32, one.sampled, one.logits) == (True, False, "none")][-1]
+    assert (last.columns, last.serves) == (NARROW, 4)
+
+
+@pytest.mark.parametrize(("max_batch", "greedy", "sampled"), [(1, 1, 1), (2, 2, 2), (4, 2, 2), (5, 2, 3), (9, 3, 4)])
 def test_no_kernel_is_loaded_that_no_batch_wants(max_batch: int, greedy: int, sampled: int) -> None:
-    assert len(kernels.column_uses(False, max_batch, False)) == greedy
-    assert len(kernels.column_uses(False, max_batch, True)) == sampled
+    assert len(column_uses(False, max_batch, False)) == greedy
+    assert len(column_uses(False, max_batch, True)) == sampled
 
 
 @pytest.mark.parametrize("base_fp32", [False, True], ids=["bf16", "fp32"])

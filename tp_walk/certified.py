@@ -185,7 +185,8 @@ def shares(batch: int, gamma: int, world_size: int, kernel: CertifySpecialisatio
 
 def bound_macros(markov_rank: int) -> dict[str, int]:
     """What csrc/certify_bounds.cu is compiled with."""
-    return {"TPW_INT8": 0, "TPW_NARROW": 0, "TPW_BY_WARPGROUPS": 0, "TPW_RANK": markov_rank, "TPW_TOKENS": BOUND_TOKENS}
+    of_walks = dict.fromkeys(("TPW_INT8", "TPW_NARROW", "TPW_SINGLE", "TPW_BY_WARPGROUPS"), 0)
+    return of_walks | {"TPW_RANK": markov_rank, "TPW_TOKENS": BOUND_TOKENS}
 
 
 def bound_fragments(w2: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from __future__ import annotations
 import math
 
 from tp_walk.errors import PlanUnavailableError
-from tp_walk.kernels import MAX_VOCAB_SIZE, TP_WORLD_SIZES, column_uses
+from tp_walk.kernels import MAX_VOCAB_SIZE, TP_WORLD_SIZES
 from tp_walk.mailbox import MAX_WORLD_SIZE
-from tp_walk.placement import STREAM_SLOT_BYTES, Placement, place, requests_of
+from tp_walk.placement import STREAM_SLOT_BYTES, Placement, column_uses, place, requests_of
 from tp_walk.plan_table import Layout
 
 SMS = 132

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -12,10 +13,8 @@ from tp_walk.config import Rounding
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.mailbox import MAX_WORLD_SIZE, MailboxLayout
 from tp_walk.placement import (
-    BF16_COLUMNS,
     CHUNK_STEPS,
     CONTROL_BYTES,
-    INT8_COLUMNS,
     MAX_GRID,
     MULTIPLY_REGISTERS,
     MULTIPLY_WARPS,
@@ -25,6 +24,7 @@ from tp_walk.placement import (
     WARP_SIZE,
     ColumnUse,
     Placement,
+    column_uses,
     place,
     row_order,
     serves,
@@ -118,6 +118,7 @@ def walk_macros(
         "TPW_SERVICE_REGISTERS": SERVICE_REGISTERS,
         "TPW_COLUMN_GROUPS": placement.columns.groups,
         "TPW_NARROW": int(placement.columns.narrow),
+        "TPW_SINGLE": int(placement.columns.single),
         "TPW_ROUNDING": ROUNDING_CODES[rounding],
         "TPW_BASE_FP32": int(base_fp32),
         "TPW_SAMPLED": int(sampled),
@@ -148,7 +149,7 @@ class Specialisation:
     @property
     def serves(self) -> int:
         """The largest batch that it is for; the last of a kind walks larger ones too, in several passes."""
-        return serves(self.placement.int8, self.columns, self.sampled)
+        return serves(self.placement.int8, self.columns)
 
 
 def specialisations(
@@ -173,36 +174,34 @@ def specialisations(
             continue
         if rounding == "none" and not base_fp32 and keeps_logits(sampled, logits):
             continue
+        placed = functools.partial(
+            place,
+            int8=int8,
+            markov_rank=markov_rank,
+            rows=rows,
+            max_batch=max_batch,
+            num_sms=num_sms,
+            shared_limit=shared_limit,
+            sampled=sampled,
+            base_bytes=4 if base_fp32 else 2,
+            rounding=rounding,
+        )
         for smaller, columns in itertools.pairwise((None, *column_uses(int8, max_batch, sampled))):
             assert columns is not None
             try:
-                placement = place(
-                    int8=int8,
-                    markov_rank=markov_rank,
-                    rows=rows,
-                    max_batch=max_batch,
-                    num_sms=num_sms,
-                    shared_limit=shared_limit,
-                    sampled=sampled,
-                    base_bytes=4 if base_fp32 else 2,
-                    rounding=rounding,
-                    columns=columns,
-                )
+                placement = placed(columns=columns)
             except PlanUnavailableError:
                 if smaller is None:
                     raise
-                break  # no room to stage so many requests at once: large batches take more passes
+                if not smaller.single:
+                    break  # no room to stage so many requests at once: large batches take more passes
+                # The kernel of one request serves no others: those by passes of as many as it has room for.
+                columns = ColumnUse(1, narrow=True)
+                placement = placed(columns=columns)
             layout = MailboxLayout(world_size, max_batch, placement.grid)
             macros = walk_macros(placement, layout, rounding, base_fp32=base_fp32, sampled=sampled, logits=logits)
             found.append(Specialisation(base_fp32, sampled, logits, columns, placement, macros))
     return found
-
-
-def column_uses(int8: bool, max_batch: int, sampled: bool) -> list[ColumnUse]:
-    """Those that batches of up to max_batch want, each serving larger batches than the one before."""
-    uses = INT8_COLUMNS if int8 else BF16_COLUMNS
-    enough = next((i for i, use in enumerate(uses) if serves(int8, use, sampled) >= max_batch), len(uses) - 1)
-    return list(uses[: enough + 1])
 
 
 def keeps_logits(sampled: bool, logits: str) -> bool:

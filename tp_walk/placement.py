@@ -43,19 +43,21 @@ STREAM_SLOT_BYTES = MULTIPLY_WARPS * (CHUNK_STEPS * WARP_SIZE * FRAGMENT_BYTES +
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """What the columns of a pass's MMAs are used for. groups: of 8 columns. narrow: every other column stays empty; in
-    int8 there is one request, and the columns of four are shared out among four pairs of tiles.
+    """What the columns of a pass's MMAs are used for. groups: of 8 columns. narrow: every other column stays empty.
+    single: the kernel is for one request, and has no code for more; in int8, the columns of four requests are shared
+    out among four pairs of tiles.
     """
 
     groups: int
-    narrow: bool
+    narrow: bool = False
+    single: bool = False
 
 
 # Those for small batches first. With a request in every other column a lane has one request to finish instead of two;
-# int8 has a second plane of u in the other column anyway, and a narrow kernel for a single request, whose rows more
-# lanes share. `serves` says which batches each is for.
-BF16_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
-INT8_COLUMNS = (ColumnUse(1, True), ColumnUse(1, False), ColumnUse(2, False))
+# int8 has a second plane of u in the other column anyway. Code that a single request doesn't run would lie between what
+# it does run, and all of it comes from DRAM when a block begins: so it has a kernel of its own.
+BF16_COLUMNS = (ColumnUse(1, narrow=True, single=True), ColumnUse(1, narrow=True), ColumnUse(1), ColumnUse(2))
+INT8_COLUMNS = (ColumnUse(1, single=True), ColumnUse(1), ColumnUse(2))
 
 
 @dataclass(frozen=True)
@@ -98,18 +100,24 @@ class Placement:
 
 
 def requests_of(int8: bool, columns: ColumnUse) -> int:
-    """Requests that a pass multiplies: one a column, or one in two (narrow; in int8 for the two planes of u)."""
+    """Requests that a pass has columns for: one each, or one for two (narrow; in int8 for the two planes of u)."""
     return columns.groups * (COLUMNS // 2 if int8 or columns.narrow else COLUMNS)
 
 
-def serves(int8: bool, columns: ColumnUse, sampled: bool) -> int:
-    """The largest batch for this kernel where one for larger batches is at hand: as many requests as a pass multiplies.
+def column_uses(int8: bool, max_batch: int, sampled: bool) -> list[ColumnUse]:
+    """Those that batches of up to max_batch want, each for larger batches than the one before.
 
-    But a narrow kernel of int8 has one alone, and a narrow greedy kernel of tp_bf16 is for one. It took 44.1 µs for
-    one, 51.0 for two and 52.6 for four, the kernel of eight 50.1 for eight (γ = 7; at 16 92.4, 94.4 and 90.1;
-    V = 151,936 on two H200s). Sampled it pays: 56.5 and 58.8 for two and four against 69.3 for eight.
+    Narrow columns pay for sampled requests alone: 2 and 4 took 56.5 and 58.8 µs in them, 8 in whole ones 69.3. Greedy
+    it was 51.0, 52.6 and 50.1 (γ = 7, V = 151,936 on two H200s).
     """
-    return 1 if columns.narrow and (int8 or not sampled) else requests_of(int8, columns)
+    uses = [use for use in (INT8_COLUMNS if int8 else BF16_COLUMNS) if sampled or use.single or not use.narrow]
+    enough = next((i for i, use in enumerate(uses) if serves(int8, use) >= max_batch), len(uses) - 1)
+    return uses[: enough + 1]
+
+
+def serves(int8: bool, columns: ColumnUse) -> int:
+    """The largest batch for this kernel where one for larger batches is at hand."""
+    return 1 if columns.single else requests_of(int8, columns)
 
 
 def place(

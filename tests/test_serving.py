@@ -33,7 +33,7 @@ from tp_walk.serving import (
     accepted_length,
     percentile,
 )
-from tp_walk.serving_report import Draft, Progress, Report, Served
+from tp_walk.serving_report import Draft, Progress, Report, Served, plans_by_batch
 from tp_walk.shard import Shard
 from tp_walk.text import VOCAB_SIZE
 
@@ -196,16 +196,31 @@ def test_served_counts() -> None:
     assert served["blocks"] == 4
     assert served["blocks_per_s"] == 2.0
     assert served["drafted_tokens_per_s"] == 14.0
-    assert served["batches"] == {"1": 1, "3": 1}
+    assert served["batches"] == {"1": {"int8": 1}, "3": {"reference": 1}}
     assert served["plans"] == {"reference": 1, "int8": 1}
     assert (served["walk_p50_ms"], served["walk_p99_ms"]) == (2.0, 4.0)
+
+
+def test_plans_are_told_by_batch() -> None:
+    rounds = {"1": {"certified": 2}, "2": {"certified": 1}, "5": {"certified": 1, "tp_bf16": 3}, "8": {"tp_bf16": 1}}
+    assert plans_by_batch(rounds) == "1 to 2: certified, 5: certified and tp_bf16, 8: tp_bf16"
+    assert plans_by_batch({}) == ""
 
 
 def test_report_for_people_and_programs(tmp_path: Path) -> None:
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     a_report().print(console)
     text = console.export_text()
-    for part in ("4 in 2 rounds", "reference 1, int8 1", "greedy", "T = 1", "base's top 512", "⟦f(┊x):⟧", "'f(y):'"):
+    for part in (
+        "4 in 2 rounds",
+        "reference 1, int8 1",
+        "1: int8, 3: reference",
+        "greedy",
+        "T = 1",
+        "base's top 512",
+        "⟦f(┊x):⟧",
+        "'f(y):'",
+    ):
         assert part in text
     a_report().write(tmp_path / "out.json")
     written = json.loads((tmp_path / "out.json").read_text())
@@ -267,7 +282,7 @@ def test_synthetic_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "Served" in out
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["served"]["blocks"] == 30
-    assert written["served"]["batches"] == {"3": 10}
+    assert written["served"]["batches"] == {"3": {"reference": 10}}
     assert written["quality"] == {}
 
 

@@ -39,26 +39,34 @@ class Draft:
 
 @dataclass
 class Served:
-    """Counts of a job. walk_ms: of each round, from the call to the tokens on the host."""
+    """Counts of a job. rounds: by batch and plan. walk_ms: of each round, from the call to the tokens on the host."""
 
     gamma: int
     blocks: int = 0
     finished: int = 0
     seconds: float = 0.0
-    batches: Counter[int] = field(default_factory=Counter)
-    plans: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[tuple[int, str]] = field(default_factory=Counter)
     walk_ms: list[float] = field(default_factory=list)
 
     def add(self, batch: int, plan: str, walk_ms: float) -> None:
         """Counts a round."""
         self.blocks += batch
-        self.batches[batch] += 1
-        self.plans[plan] += 1
+        self.rounds[batch, plan] += 1
         self.walk_ms.append(walk_ms)
 
+    def plans(self) -> dict[str, int]:
+        """Rounds by plan, in the order in which plans were first used."""
+        plans: Counter[str] = Counter()
+        for (_, plan), count in self.rounds.items():
+            plans[plan] += count
+        return dict(plans)
+
     def report(self) -> dict[str, Any]:
-        """The counts and what follows from them; None for what no round tells."""
+        """The counts and what follows from them; None for what no round tells. batches: rounds by plan, of each."""
         rounds = len(self.walk_ms)
+        batches: dict[str, dict[str, int]] = {}
+        for (batch, plan), count in sorted(self.rounds.items()):
+            batches.setdefault(str(batch), {})[plan] = count
         return {
             "blocks": self.blocks,
             "rounds": rounds,
@@ -69,8 +77,8 @@ class Served:
             "walk_p50_ms": percentile(self.walk_ms, 0.5) if rounds else None,
             "walk_p99_ms": percentile(self.walk_ms, 0.99) if rounds else None,
             "mean_batch": self.blocks / rounds if rounds else None,
-            "batches": {str(batch): count for batch, count in sorted(self.batches.items())},
-            "plans": dict(self.plans),
+            "batches": batches,
+            "plans": self.plans(),
         }
 
     def line(self) -> str:
@@ -78,9 +86,22 @@ class Served:
         here = self.report()
         return (
             f"{self.blocks:,} blocks, {here['blocks_per_s']:,.1f} blocks/s; "
-            f"batch {here['mean_batch']:.1f}; {', '.join(self.plans)}; "
+            f"batch {here['mean_batch']:.1f}; {', '.join(here['plans'])}; "
             f"a walk {here['walk_p50_ms']:.3g} ms (p50), {here['walk_p99_ms']:.3g} ms (p99)"
         )
+
+
+def plans_by_batch(batches: Mapping[str, Mapping[str, int]]) -> str:
+    """Of `Served.report()`, in words: sizes that were walked share an entry with the next ones of the same plans."""
+    entries: list[tuple[list[str], list[str]]] = []  # plans, and the sizes that they walked
+    for size, rounds in batches.items():
+        if entries and entries[-1][0] == list(rounds):
+            entries[-1][1].append(size)
+        else:
+            entries.append((list(rounds), [size]))
+    return ", ".join(
+        f"{sizes[0]}{f' to {sizes[-1]}' if len(sizes) > 1 else ''}: {' and '.join(plans)}" for plans, sizes in entries
+    )
 
 
 class Progress:
@@ -163,6 +184,7 @@ class Report:
             table.add_row("batch, mean (range)", f"{served['mean_batch']:.1f} ({min(sizes)} to {max(sizes)})")
             plans = ", ".join(f"{plan} {count:,}" for plan, count in served["plans"].items())
             table.add_row("plans, rounds", plans)
+            table.add_row("plans by batch", plans_by_batch(served["batches"]))
         for plan, counts in served.get("counts", {}).items():
             table.add_row(
                 f"{plan}, counted", ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in counts.items())

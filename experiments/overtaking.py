@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from tp_walk.plan_table import SHIPPED_DIR, Layout, Mode, PlanTable
+from tp_walk.plan_table import SHIPPED_DIR, Layout, Mode, PlanTable, joint_provenance
 from tp_walk.results import Column, ResultTable
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -62,7 +62,6 @@ def overtaking(int8: Mapping[int, float], tp_bf16: Mapping[int, float]) -> dict[
 def main(tables: Path, out: Path) -> None:
     known = [PlanTable.read(path) for path in sorted(tables.glob("*.json"))]
     rows: list[dict[str, Any]] = []
-    environment: dict[str, str | int | float | bool | None] = {}
     for two in (table for table in known if table.machine.world_size == 2):
         machine = two.machine
         same_head = machine.gpu, machine.vocab_size, machine.markov_rank
@@ -76,7 +75,6 @@ def main(tables: Path, out: Path) -> None:
             ("whole", next(alone, two), "full"),
             ("sharded", two, "sharded"),
         ]
-        environment |= {"GPU": machine.gpu, **two.provenance}
         for mode, gamma in dict.fromkeys((row.mode, row.gamma) for row in two.rows):
             for base, table, layout in comparisons:
                 ours = times(two, "tp_bf16", layout, mode, gamma)
@@ -89,7 +87,7 @@ def main(tables: Path, out: Path) -> None:
         "Where bf16 on two GPUs overtakes int8",
         "From the shipped tables. Whole base logits: int8 walks on one GPU, or on each of two. Sharded: it gathers "
         "them over two GPUs first.",
-        environment,
+        {"GPU": known[0].machine.gpu, **joint_provenance(known)},
         COLUMNS,
         rows,
     )

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from tp_walk.cost_model import KNOWN_PLANS
-from tp_walk.plan_table import SHIPPED_DIR, PlanTable, Row, load
+from tp_walk.plan_table import SHIPPED_DIR, PlanTable, Row, joint_provenance, load
 from tp_walk.results import Column, ResultTable
 from tp_walk.selection import Selector
 
@@ -106,15 +106,15 @@ def main(first: Path, second: Path | None, seed: bool, out: Path | None) -> None
     judges = second or first
     rows: list[dict[str, Any]] = []
     everything: list[Choice] = []
-    environment: dict[str, str | int | float | bool | None] = {}
+    tables: list[PlanTable] = []
     for path in sorted(judges.glob("*.json")):
         judge = PlanTable.read(path)
+        tables.append(judge)
         table = None if seed else load(first / path.name, judge.machine)
         if table is None and not seed:
             raise click.ClickException(f"{first} has no {path.name}")
         found = choices(table, judge)
         everything += found
-        environment |= {"GPU": judge.machine.gpu, **judge.provenance}
         for mode, layout in dict.fromkeys((choice.row.mode, choice.row.layout) for choice in found):
             part = [choice for choice in found if (choice.row.mode, choice.row.layout) == (mode, layout)]
             rows.append(summary(str(judge.machine), part))
@@ -124,7 +124,7 @@ def main(first: Path, second: Path | None, seed: bool, out: Path | None) -> None
     result = ResultTable(
         "Regret of auto_select: time of the selected plan over that of the best",
         METHODS[seed],
-        environment,
+        {"GPU": tables[0].machine.gpu, **joint_provenance(tables)},
         COLUMNS,
         rows,
     )

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 
 from tp_walk import plan_table
-from tp_walk.plan_table import SCHEMA, Machine, PlanTable, Row, Sample, find_table, load, shipped_tables, user_path
+from tp_walk.plan_table import (
+    SCHEMA,
+    Machine,
+    PlanTable,
+    Row,
+    Sample,
+    find_table,
+    joint_provenance,
+    load,
+    shipped_tables,
+    user_path,
+)
 
 MACHINE = Machine("NVIDIA H200", 2, "NVLink", 151_936, 256)
 
@@ -77,6 +88,12 @@ class TestEstimates:
     def test_layouts_and_modes_stand_for_themselves(self) -> None:
         assert CROSSING.estimate("full", "greedy", 7, 8, ["int8"]) is None
         assert CROSSING.estimate("sharded", "sampled", 7, 8, ["int8"]) is None
+
+
+def test_what_is_made_from_several_tables_names_all_versions() -> None:
+    tables = [table(date="today", source="a", text=None), table(date="today", source="b", text="prose")]
+    assert joint_provenance(tables) == {"driver": "580", "date": "today", "source": "a, b", "text": "prose"}
+    assert joint_provenance([]) == {}
 
 
 class TestFiles:

@@ -28,15 +28,17 @@ SHAPES = [(False, 75_968, 2), (False, 18_992, 8), (True, 151_936, 1), (True, 151
 SPILL_BYTES = {False: 48, True: 224}
 
 
-def specialisations(int8: bool, rows: int, world_size: int) -> list[kernels.Specialisation]:
+def specialisations(
+    int8: bool, rows: int, world_size: int, rounding: Rounding = "engine", num_sms: int = HOPPER.num_sms
+) -> list[kernels.Specialisation]:
     return kernels.specialisations(
         int8=int8,
         markov_rank=256,
         rows=rows,
         world_size=world_size,
         max_batch=64,
-        rounding="engine",
-        num_sms=HOPPER.num_sms,
+        rounding=rounding,
+        num_sms=num_sms,
         shared_limit=HOPPER.shared_limit,
     )
 
@@ -106,16 +108,7 @@ def test_each_batch_is_walked_by_the_kernel_that_is_for_it(int8: bool, sampled: 
 
 @pytest.mark.parametrize(("sms", "rows"), [(40, 151_936), (60, 248_320), (132, 500_000)])
 def test_without_room_for_eight_no_batch_falls_to_the_kernel_of_one(sms: int, rows: int) -> None:
-    found = kernels.specialisations(
-        int8=False,
-        markov_rank=256,
-        rows=rows,
-        world_size=1,
-        max_batch=64,
-        rounding="none",
-        num_sms=sms,
-        shared_limit=HOPPER.shared_limit,
-    )
+    found = specialisations(False, rows, 1, "none", sms)
     last = [one for one in found if (one.base_fp32, one.sampled, one.logits) == (True, False, "none")][-1]
     assert (last.columns, last.serves) == (NARROW, 4)
 

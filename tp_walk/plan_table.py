@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -248,6 +248,15 @@ def _neighbours(value: int, measured: Sequence[int]) -> list[tuple[float, int]]:
     below, above = measured[at - 1], measured[at]
     share = (value - below) / (above - below)
     return [(1.0 - share, below), (share, above)]
+
+
+def joint_provenance(tables: Iterable[PlanTable]) -> dict[str, str]:
+    """Of what is made from several tables: each entry with all the values that it has in them."""
+    values: dict[str, set[str]] = {}
+    for table in tables:
+        for name, value in table.provenance.items():
+            values.setdefault(name, set()).update([value] if value else [])
+    return {name: ", ".join(sorted(those)) for name, those in values.items()}
 
 
 def _software(table: PlanTable) -> dict[str, str | None]:

@@ -45,10 +45,11 @@ constexpr bool kLogits = TPW_LOGITS;  // this rank's columns are copied out
 // One group of columns: noise is drawn ahead, into shared memory, while the warps would wait for the exchange. Several: the
 // next pass is there already, and noise is drawn where it is added.
 constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
-// Which kernels have code for a single request's posts (exchange.cuh).
-constexpr bool kPosts = kRequests == 4 && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
-// A kernel for one request alone, which agrees by posts and nothing else.
-constexpr bool kPostsAlone = kPosts && TPW_SINGLE;
+// A kernel for one request alone agrees by posts (exchange.cuh), where ranks are few, and by nothing else; no other one has code for them:
+// what 2 sampled requests jumped over cost them 5 µs (kernel_history.md).
+constexpr bool kPosts = TPW_SINGLE && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
+// Sampled, with two groups of columns, the groups take turns, each with all of a warp's tiles: see multiply_group_by_group.
+constexpr bool kGroupsTakeTurns = kColumnGroups > 1 && kRegTiles == 2 && kSampled && !TPW_INT8;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;
@@ -103,9 +104,10 @@ struct Cta {
     }
 };
 
-// Of functions that few blocks need, with one group of columns: calls. Inlined, their code lies between the instructions of every step,
-// which in a cold L2 come from DRAM, and each jump over it is one more read (T = 1 at batch 1: see kernel_history.md). What a call can't
-// have is the kernel's own variables: those would lie in memory. With two groups too much is alive around the calls, and spilled.
+// Of functions that few blocks need: calls. Inlined, their code lies between the instructions of every step, which in a cold L2 come from
+// DRAM, and each jump over it is one more read (T = 1 at batch 1: see kernel_history.md). What a call can't have is the kernel's own
+// variables: those would lie in memory. With two groups of columns too much is alive around the calls: it is spilled, or the assembler
+// finds no registers at all.
 #if TPW_COLUMN_GROUPS == 1
 #define TPW_SELDOM __noinline__
 #else
@@ -122,26 +124,26 @@ struct Best {
     int32_t second = kNothing;  // scores are approximate: how near did another row come?
 #endif
 
-    // The best of kRows rows from `first` on.
+    // The best of kRows (a power of two) rows from `first` on, by halves: neither waits for the other.
     template <int kRows>
-    __device__ __forceinline__ void add(const float (&scores)[kRows], int first, const Cta& cta) {
-        int32_t candidates[kRows], largest = kNothing, index = 0;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) candidates[i] = ordered(scores[i]);
-        if (!cta.whole) {
-            __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) candidates[i] = first + i < cta.rows ? candidates[i] : kNothing;
+    __device__ __forceinline__ static Best of(const int32_t* candidates, uint32_t first) {
+        Best best;
+        if constexpr (kRows == 1) {
+            best.value = *candidates, best.row = first;
+        } else {
+            best = of<kRows / 2>(candidates, first);
+            best.append(of<kRows / 2>(candidates + kRows / 2, first + kRows / 2));
         }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        return best;
+    }
+
+    // Rows behind these.
+    __device__ __forceinline__ void append(const Best& other) {
 #if TPW_SAMPLED
-            second = max(second, min(largest, candidates[i]));
+        second = max(max(second, other.second), min(value, other.value));
 #endif
-            index = candidates[i] > largest ? i : index;
-            largest = max(largest, candidates[i]);
-        }
-        merge(largest, first + index);
+        row = other.value > value ? other.row : row;
+        value = max(value, other.value);
     }
 
     __device__ __forceinline__ void merge(int32_t other_value, uint32_t other_row) {
@@ -328,6 +330,28 @@ __device__ __forceinline__ int tile_row(const Cta& cta, int slot) {
     return round.lane_row(cta.lane) + slot % 2 * 2;
 }
 
+// Where groups take turns: the tiles of shared memory whose partner isn't there. Each group of columns of one is an item, of which
+// multiply warp w has the items w, w + kMultiplyWarps, ...
+struct Singles {
+    static constexpr int kSlots = (kSmemTiles + kMultiplyWarps - 1) / kMultiplyWarps, kRest = kSmemTiles % kMultiplyWarps;
+    static constexpr int kFirstOwner = kSlots % 2 ? 0 : kRest;
+    static constexpr int kOwners = kRest == 0 ? kSlots % 2 * kMultiplyWarps : kSlots % 2 ? kRest : kMultiplyWarps - kRest;
+    static constexpr int kItems = kGroupsTakeTurns ? kOwners * kColumnGroups : 0;
+    static constexpr int kIndex = kSlots > 0 ? (kSlots - 1) / 2 * 2 : 0;  // among the owner's tiles in shared memory
+    static constexpr int kSlot = kRegTiles + kIndex;
+
+    int owner, group;
+
+    __device__ __forceinline__ explicit Singles(int item) : owner(kFirstOwner + item / kColumnGroups), group(item % kColumnGroups) {}
+
+    // The CTA as the owner sees it.
+    __device__ __forceinline__ Cta of(const Cta& cta) const {
+        Cta owners = cta;
+        owners.warp = owner;
+        return owners;
+    }
+};
+
 // One step of one group of requests.
 struct Pass {
     int index, step, first_row, requests;  // index: of the block; first_row: of the batch
@@ -427,7 +451,7 @@ __device__ __forceinline__ const RowState& lane_row_state(const Smem& s, const C
 // What a warp's requests have in common.
 struct PassNoise {
     bool draws = false;  // one isn't greedy
-    bool alike = true;   // all have the key and the offset of the first, `shared`
+    bool alike = true;   // all have the key of the first, `shared`
     NoiseStream shared = {};
 
     __device__ __forceinline__ PassNoise(const Smem& s, const Cta& cta, const Pass& pass) {
@@ -437,18 +461,12 @@ struct PassNoise {
                 // In uniform registers.
                 shared.key0 = __shfl_sync(kFullWarp, shared.key0, 0);
                 shared.key1 = __shfl_sync(kFullWarp, shared.key1, 0);
-                shared.offset = __shfl_sync(kFullWarp, shared.offset, 0);
             }
-#pragma unroll
-            for (int group = 0; group < kColumnGroups; ++group)
-#pragma unroll
-                for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                    const RowState& row = lane_row_state(s, cta, pass, group, which);
-                    draws |= row.inverse_temperature >= 0.0f;
-                    alike &= row.key0 == shared.key0 && row.key1 == shared.key1 && row.offset == shared.offset;
-                }
-            draws = __any_sync(kFullWarp, draws);
-            if constexpr (!kNoiseAhead) alike = __all_sync(kFullWarp, alike);
+            static_assert(kRequests <= kWarpSize, "a lane a request");
+            const RowState row = s.rows[pass.first_row + min(cta.lane, pass.requests - 1)];
+            draws = __any_sync(kFullWarp, row.inverse_temperature >= 0.0f);
+            if constexpr (!kNoiseAhead)
+                alike = __all_sync(kFullWarp, row.key0 == shared.key0 && row.key1 == shared.key1);
         }
     }
 

@@ -39,14 +39,17 @@ __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Sme
         const int owner = __ffs(left) - 1;
         const int their_request = __shfl_sync(kFullWarp, request, owner);
         uint64_t their_key = 0;
+        const auto add = [&](const Round& rows) {
+            const int row = rows.start + cta.lane;
+            if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
+        };
         for (int entry = owner % kLanes; entry < kBestEntries; entry += kLanes) {
             Cta theirs = cta;
             theirs.warp = entry_warp(entry);
-            for (int round = 0; round * kRoundTiles + theirs.warp < kTilesPerCta; ++round) {
-                const Round rows(theirs, round);
-                const int row = rows.start + cta.lane;
-                if (cta.lane < (rows.paired ? 2 : 1) * kTileRows && row < cta.rows) their_key = max(their_key, exact_row_key(p, s, cta, pass, their_request, row));
-            }
+#pragma unroll 1
+            for (int round = 0; round * kRoundTiles + theirs.warp < kTilesPerCta; ++round) add(Round(theirs, round));
+#pragma unroll 1
+            for (int item = theirs.warp; item < Singles::kItems; item += kMultiplyWarps) add(Round(Singles(item).of(cta), Singles::kSlot / 2));
         }
         their_key = warp_max_key(their_key);
         if (cta.lane == owner) key = their_key;
@@ -54,12 +57,12 @@ __device__ __forceinline__ uint64_t exact_cta_key(const WalkParams& p, const Sme
     return max_over_lanes(key, kLanes);
 }
 
-// The same of a single request, as a call: few steps need it. (Kernels for more would spill around it.)
-__device__ __noinline__ uint64_t exact_single_key(const WalkParams& p, unsigned char* shared_memory, const Pass pass, float threshold) {
+// The same as a call: few steps need it, and its code would lie between what all do. sampled: of the lane's request.
+template <int kLanes>
+__device__ __noinline__ uint64_t exact_keys(const WalkParams& p, unsigned char* shared_memory, const Pass pass, int request, bool sampled, float threshold) {
     const Smem s(shared_memory);
     const Cta cta = Cta::of_service(p);
-    const bool sampled = cta.warp == 0 && s.rows[0].temperature > 0.0f;
-    return exact_cta_key<kWarpSize>(p, s, cta, pass, cta.warp, lane_entries<kWarpSize>(s, cta, pass, cta.warp, sampled), threshold);
+    return exact_cta_key<kLanes>(p, s, cta, pass, request, lane_entries<kLanes>(s, cta, pass, request, sampled), threshold);
 }
 
 // Keys if !kCandidates, else candidates.
@@ -79,11 +82,7 @@ __device__ __forceinline__ uint64_t cta_best_keys(const WalkParams& p, const Sme
     const auto near = [&](int32_t value) { return value != kNothing && !(from_ordered(value) < threshold); };
     const bool contested = sampled && (near(mine.second) || (word != best && near(mine.value)));
     if (!kCandidates || __any_sync(kFullWarp, contested)) {
-        uint64_t exact;
-        if constexpr (TPW_SINGLE)
-            exact = exact_single_key(p, s.weights, pass, threshold);
-        else
-            exact = exact_cta_key<kLanes>(p, s, cta, pass, request, sampled ? mine : Best(), threshold);
+        const uint64_t exact = exact_keys<kLanes>(p, s.weights, pass, request, sampled, threshold);
         Best winner;
         winner.value = key_value(exact);
         winner.row = key_id(exact) - row_id(p, cta, 0);

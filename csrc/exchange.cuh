@@ -1,7 +1,7 @@
 // How the CTAs of all ranks agree on a token, in one of two ways:
-//   posts        one request on one or two GPUs: each CTA posts its best key to every rank, and every CTA polls the posts of all
-//                CTAs. One hop. They are posted in several copies, each polled by some of the CTAs, because CTAs that are early
-//                would otherwise hold up the lines that late ones still write.
+//   posts        in kernels for one request, on one or two GPUs: each CTA posts its best key to every rank, and every CTA polls
+//                the posts of all CTAs. One hop. They are posted in several copies, each polled by some of the CTAs, because CTAs
+//                that are early would otherwise hold up the lines that late ones still write.
 //   aggregators  each CTA stores its best key into a slot of the row's aggregator CTA, which reduces the slots of its GPU and
 //                stores the result into the mailbox of every rank, where every CTA polls one word a rank. Two hops, few words.
 //

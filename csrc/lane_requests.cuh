@@ -64,6 +64,30 @@ struct BaseRows {
     }
 };
 
+// What tokens are picked by, before noise: kRows (2 or 4) values of one request in a row, bf16 as they are packed or fp32.
+template <int kRows>
+struct Values {
+#if TPW_ROUNDING == 2
+    float value[kRows];
+
+    __device__ __forceinline__ void set(int i, uint32_t, const float (&both)[2]) { value[i] = both[0], value[i + 1] = both[1]; }
+    __device__ __forceinline__ float at(int i) const { return value[i]; }
+    __device__ __forceinline__ void store(BaseLogit* at, bool) const {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) reinterpret_cast<Logit*>(at)[i] = value[i];
+    }
+#else
+    BaseRows<kRows> packed;
+
+    __device__ __forceinline__ void set(int i, uint32_t word, const float (&)[2]) { packed.word[i / 2] = word; }
+    __device__ __forceinline__ float at(int i) const {
+        const uint32_t word = packed.word[i / 2];
+        return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    }
+    __device__ __forceinline__ void store(BaseLogit* at, bool together) const { packed.store(at, together); }
+#endif
+};
+
 // The lane's rows of kTiles tiles of one round (both of a pair, or one tile alone), and what is added to their dot products.
 template <int kTiles>
 struct LaneRows {
@@ -73,8 +97,8 @@ struct LaneRows {
     int row;      // where they begin
     float scale[kRows];
     BaseRows<kRows> base[Dot::kLaneRequests];
-    float4 noise[Dot::kLaneRequests];  // drawn ahead; of a greedy request nothing, and not looked at
-    uint32_t values[kTiles];           // bf16, where they wait for add_at_once()
+    Values<kRows> values[Dot::kLaneRequests];
+    float4 noise[Dot::kLaneRequests];  // approximate, or where it isn't drawn ahead its logarithm; of a greedy request not looked at
 
     __device__ __forceinline__ void load_rows(const Smem& s, const Cta& cta) {
         row = tile_row(cta, slot);
@@ -85,7 +109,10 @@ struct LaneRows {
     __device__ __forceinline__ void load_noise(const Smem& s, const Cta& cta) {
         if constexpr (kNoiseAhead)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) noise[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                noise[which] = *lane_noise(s, cta, cta.lane, slot / 2, which);
+                if (kTiles == 1 && slot % 2) noise[which].x = noise[which].z, noise[which].y = noise[which].w;
+            }
     }
 };
 
@@ -122,195 +149,240 @@ struct AllLaneRows {
     }
 };
 
-// Sampled, with two groups of columns, pairs of tiles take turns, and so do the groups of a pair: see multiply(). What a warp goes
-// through in a pass then is 16 KB of code instead of 35.
-constexpr bool kTilesTakeTurns = kColumnGroups > 1 && kRegTiles % 2 == 0 && kSampled && !TPW_INT8;
-static_assert(kColumnGroups <= 2, "of two groups, each is the other one's next");
+// The groups of columns that a warp looks after at a time.
+constexpr int kLaneGroups = kGroupsTakeTurns ? 1 : kColumnGroups;
 
-// What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each.
+// What a lane knows of the requests that its accumulators belong to, and the best rows that it has found of each: of kGroups groups
+// of columns, all from `first_group` on.
+template <int kGroups>
 struct LaneRequests {
-    BaseLogit* base[kColumnGroups][Dot::kLaneRequests];  // of the CTA's first row
-    Best best[kColumnGroups][Dot::kLaneRequests];
-    const unsigned char* u[kColumnGroups];  // where the B fragments lie
+    int first_group;
+    BaseLogit* base[kGroups][Dot::kLaneRequests];  // of the CTA's first row
+    Best best[kGroups][Dot::kLaneRequests];
+    const unsigned char* u[kGroups];  // where the B fragments lie
     PassNoise pass_noise;
-    float inverse_temperature[kColumnGroups][Dot::kLaneRequests];  // where noise is drawn ahead, else too many registers
-    float u_scale[kColumnGroups][Dot::kLaneRequests];              // comes with u
+    float inverse_temperature[kGroups][Dot::kLaneRequests];  // of one group; of two it would be too many registers
+    float u_scale[kGroups][Dot::kLaneRequests];              // comes with u
 
-    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass) : pass_noise(s, cta, pass) {
+    __device__ __forceinline__ LaneRequests(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const PassNoise& pass_noise, int first_group)
+        : first_group(first_group), pass_noise(pass_noise) {
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
+        for (int at = 0; at < kGroups; ++at)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) base[at][which] = staged_base(p, s, cta, pass, request(cta, at, which));
+#pragma unroll
+        for (int at = 0; at < kGroups; ++at)
+            u[at] = b_fragments(s.u + (pass.buffer() * kColumnGroups + first_group + at) * kUBytes, cta.lane,
+                                (pass.requests - (first_group + at) * Dot::kRequests) * (kColumns / Dot::kRequests));
+        if constexpr (kSampled && kGroups == 1)
 #pragma unroll
             for (int which = 0; which < Dot::kLaneRequests; ++which)
-                base[group][which] = staged_base(p, s, cta, pass, group * Dot::kRequests + Dot::lane_request(cta.lane, which));
-#pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
-            u[group] = b_fragments(s.u + (pass.buffer() * kColumnGroups + group) * kUBytes, cta.lane,
-                                   (pass.requests - group * Dot::kRequests) * (kColumns / Dot::kRequests));
-        if constexpr (kNoiseAhead)
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which)
-                inverse_temperature[0][which] = lane_row_state(s, cta, pass, 0, which).inverse_temperature;
+                inverse_temperature[0][which] = lane_row_state(s, cta, pass, first_group, which).inverse_temperature;
+    }
+
+    // Of the pass.
+    __device__ __forceinline__ int request(const Cta& cta, int at, int which) const {
+        return (first_group + at) * Dot::kRequests + Dot::lane_request(cta.lane, which);
     }
 
     __device__ __forceinline__ void load_u_scales(const Smem& s, const Cta& cta, const Pass& pass) {
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
+        for (int at = 0; at < kGroups; ++at)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                u_scale[group][which] = TPW_INT8 ? s.control->u_scale[pass.buffer()][request] : 1.0f;
-            }
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                u_scale[at][which] = TPW_INT8 ? s.control->u_scale[pass.buffer()][request(cta, at, which)] : 1.0f;
     }
 
-    // at: where what is known of the group lies.
     template <int kTiles>
-    __device__ __forceinline__ void add(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int at,
-                                        const Dot::Accumulator* const (&acc)[kTiles], LaneRows<kTiles>& rows) {
+    __device__ __forceinline__ void add_bases(const WalkParams& p, [[maybe_unused]] const Cta& cta, int at, const Dot::Accumulator* const (&acc)[kTiles],
+                                              LaneRows<kTiles>& rows) {
         constexpr int kRows = 2 * kTiles;
-        float values[Dot::kLaneRequests][kRows];
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
-            BaseRows<kRows> logits;
 #pragma unroll
             for (int i = 0; i < kRows; i += 2) {
                 float bias[2];
 #pragma unroll
                 for (int half = 0; half < 2; ++half) bias[half] = Dot::bias(acc[i / 2], half, which, u_scale[at][which], rows.scale[i + half]);
-                [[maybe_unused]] const uint32_t packed = rows.base[which].add_to(bias, i);
-#if TPW_ROUNDING != 2 && !TPW_BASE_FP32
-                logits.word[i / 2] = packed;
-#endif
+                const uint32_t packed = rows.base[which].add_to(bias, i);
+                rows.values[which].set(i, packed, bias);
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
-                if constexpr (kQuadsShare)
-                    rows.values[i / 2] = packed;
-                else
-                    best[at][which].add_pair(packed, rows.row + i, cta);
+                if constexpr (!kQuadsShare) best[at][which].add_pair(packed, rows.row + i, cta);
 #endif
-                values[which][i] = bias[0], values[which][i + 1] = bias[1];
             }
-            if constexpr (kKeepsLogits) {
-                if (rows.counts) {
-#if TPW_ROUNDING == 2
+            if constexpr (kKeepsLogits)
+                if (rows.counts) rows.values[which].store(base[at][which] + rows.row, p.base_aligned);
+        }
+    }
+
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+    // Of kCount pairs, all of which or none count, or of a tile alone; in the order of their rows. As few branches as can be: nothing
+    // moves across one.
+    template <int kCount, int kTiles>
+    __device__ __forceinline__ void add_scores(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int at, LaneRows<kTiles>* rows) {
+        constexpr int kRows = 2 * kTiles;
+        float scores[Dot::kLaneRequests][kCount][kRows];
 #pragma unroll
-                    for (int i = 0; i < kRows; ++i) *reinterpret_cast<Logit*>(base[at][which] + rows.row + i) = values[which][i];
-#else
-                    logits.store(base[at][which] + rows.row, p.base_aligned);
-#endif
+        for (int which = 0; which < Dot::kLaneRequests; ++which)
+#pragma unroll
+            for (int i = 0; i < kCount * kRows; ++i) scores[which][i / kRows][i % kRows] = rows[i / kRows].values[which].at(i % kRows);
+        if (kSampled && pass_noise.draws) {
+            if constexpr (!kNoiseAhead) draw<kCount>(p, s, cta, pass, first_group + at, rows);
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which) {
+                const float inverse = kGroups == 1 ? inverse_temperature[at][which] : lane_row_state(s, cta, pass, first_group + at, which).inverse_temperature;
+#pragma unroll
+                for (int i = 0; i < kCount * kRows; ++i) {
+                    const float4& four = rows[i / kRows].noise[which];
+                    const float noise = i % kRows == 0 ? four.x : i % kRows == 1 ? four.y : i % kRows == 2 ? four.z : four.w;
+                    float& score = scores[which][i / kRows][i % kRows];
+                    const float drawn = kNoiseAhead ? __fmaf_rn(score, inverse, noise) : score_of_logarithm(score, inverse, noise);
+                    score = inverse >= 0.0f ? drawn : score;
                 }
             }
         }
-#if TPW_SAMPLED || TPW_ROUNDING == 2
-        // After all that needs the accumulators: draws take many registers.
-        if (kSampled && pass_noise.draws) {
-            float noise[Dot::kLaneRequests][kRows];
-            noise_of<kTiles>(p, s, cta, pass, group, rows, noise);
+        int32_t candidates[Dot::kLaneRequests][kCount][kRows];
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const float inverse = kNoiseAhead ? inverse_temperature[at][which] : lane_row_state(s, cta, pass, group, which).inverse_temperature;
+        for (int which = 0; which < Dot::kLaneRequests; ++which)
 #pragma unroll
-                for (int i = 0; i < kRows; ++i) {
-                    const float score = kNoiseAhead ? __fmaf_rn(values[which][i], inverse, noise[which][i])
-                                                    : score_of_logarithm(values[which][i], inverse, noise[which][i]);
-                    values[which][i] = inverse >= 0.0f ? score : values[which][i];
-                }
-            }
+            for (int i = 0; i < kCount * kRows; ++i) candidates[which][i / kRows][i % kRows] = ordered(scores[which][i / kRows][i % kRows]);
+        if (!cta.whole) {
+            __syncwarp();  // keeps this a branch, that few take, instead of instructions that all issue
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+#pragma unroll
+                for (int i = 0; i < kCount * kRows; ++i)
+                    if (rows[i / kRows].row + i % kRows >= cta.rows) candidates[which][i / kRows][i % kRows] = kNothing;
         }
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
-            Best added = best[at][which];
-            added.add(values[which], rows.row, cta);
-            if (rows.counts) best[at][which] = added;
+            Best added = Best::of<kRows>(candidates[which][0], rows[0].row);
+#pragma unroll
+            for (int i = 1; i < kCount; ++i) added.append(Best::of<kRows>(candidates[which][i], rows[i].row));
+            added.merge(best[at][which]);
+            if (rows[0].counts) best[at][which] = added;
         }
-#endif
     }
+#endif
 
     // acc: of both tiles of each pair, and of the tile without a partner.
     template <int kPairs, bool kAlone>
-    __device__ __forceinline__ void add_all(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int at,
+    __device__ __forceinline__ void add_all(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int at,
                                             const Dot::Accumulator* const (&acc)[2 * kPairs + kAlone], AllLaneRows<kPairs, kAlone>& rows) {
+        // Draws take many registers, so they come after all that needs the accumulators. Where groups take turns there are enough for those
+        // of two pairs side by side.
+        constexpr int kCount = kGroupsTakeTurns && kPairs > 0 ? kPairs : 1;
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) add<2>(p, s, cta, pass, group, at, {acc[2 * i], acc[2 * i + 1]}, rows.pairs[i]);
-        if constexpr (kAlone) add<1>(p, s, cta, pass, group, at, {acc[2 * kPairs]}, rows.alone);
+        for (int first = 0; first < kPairs; first += kCount) {
+#pragma unroll
+            for (int i = first; i < first + kCount; ++i) add_bases<2>(p, cta, at, {acc[2 * i], acc[2 * i + 1]}, rows.pairs[i]);
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+            add_scores<kCount>(p, s, cta, pass, at, rows.pairs + first);
+#endif
+        }
+        if constexpr (kAlone) {
+            add_bases<1>(p, cta, at, {acc[2 * kPairs]}, rows.alone);
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+            add_scores<1>(p, s, cta, pass, at, &rows.alone);
+#endif
+        }
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
         if constexpr (kQuadsShare) add_at_once(cta, rows);
 #endif
     }
 
-    // If it isn't drawn ahead, as gumbel_logarithms.
-    template <int kTiles>
-    __device__ __forceinline__ void noise_of(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, const LaneRows<kTiles>& rows,
-                                             float (&noise)[Dot::kLaneRequests][2 * kTiles]) const {
-        const int row = rows.row, slot = rows.slot;
-        const uint32_t id_over_4 = (p.shard_start + cta.first_row + row) / 4;
-        if constexpr (!kNoiseAhead && kTiles == 1 && Dot::kLaneRequests == 2) {
-            noise_of_two_rows(p, s, cta, pass, group, row, slot, id_over_4, noise);
-            return;
+    __device__ __forceinline__ static uint32_t id_over_4(const WalkParams& p, const Cta& cta, int row) { return (p.shard_start + cta.first_row + row) / 4; }
+
+    template <int kPairs>
+    __device__ __forceinline__ void draw(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, LaneRows<2>* pairs) const {
+        constexpr int kDraws = kPairs * Dot::kLaneRequests;
+        NoiseStream streams[kDraws];
+        uint32_t ids_over_4[kDraws];
+        float4 logarithms[kDraws];
+#pragma unroll
+        for (int i = 0; i < kDraws; ++i) {
+            streams[i] = noise_stream(lane_row_state(s, cta, pass, group, i % Dot::kLaneRequests), pass.step);
+            ids_over_4[i] = id_over_4(p, cta, pairs[i / Dot::kLaneRequests].row);
         }
-        float4 drawn[Dot::kLaneRequests];
-        bool upper;  // of a tile alone: its rows have the latter two of the four
-        if constexpr (kNoiseAhead) {
+        pass_noise.draw(streams, ids_over_4, logarithms);
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) drawn[which] = rows.noise[which];
-            upper = slot & 1;
-        } else {
-            NoiseStream streams[Dot::kLaneRequests];
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) streams[which] = noise_stream(lane_row_state(s, cta, pass, group, which), pass.step);
-            uint32_t ids_over_4[Dot::kLaneRequests];
-#pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) ids_over_4[which] = id_over_4;
-            pass_noise.draw(streams, ids_over_4, drawn);
-            upper = row & 2;
-        }
-#pragma unroll
-        for (int which = 0; which < Dot::kLaneRequests; ++which) {
-            const float4& four = drawn[which];
-            if constexpr (kTiles == 2) {
-                noise[which][0] = four.x, noise[which][1] = four.y, noise[which][2] = four.z, noise[which][3] = four.w;
-            } else {
-                noise[which][0] = upper ? four.z : four.x, noise[which][1] = upper ? four.w : four.y;
-            }
-        }
+        for (int i = 0; i < kDraws; ++i) pairs[i / Dot::kLaneRequests].noise[i % Dot::kLaneRequests] = logarithms[i];
     }
 
-    // Of a tile without a partner two lanes have two rows each of the same four: each draws for one of their requests and they
-    // exchange halves. A tile of a pair that comes by itself takes two draws, of which a half each is in vain.
-    __device__ __forceinline__ void noise_of_two_rows(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, int row, int slot,
-                                                      uint32_t id_over_4, float (&noise)[Dot::kLaneRequests][2]) const {
-        const bool paired = Round(cta, slot / 2).paired, upper = row & 2;
+    // Of a tile without a partner two lanes have two rows each of the same four: where a lane has two requests, each draws for one of
+    // them and they exchange halves. A tile of a pair that comes by itself takes a draw for each, of which a half is in vain.
+    template <int>
+    __device__ __forceinline__ void draw(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int group, LaneRows<1>* tile) const {
+        LaneRows<1>& rows = *tile;
+        constexpr int kLast = Dot::kLaneRequests - 1;
+        const bool shares = kLast > 0 && !Round(cta, rows.slot / 2).paired, upper = rows.row & 2;
 #pragma unroll 1
-        for (int turn = 0; turn <= paired; ++turn) {
-            const int which = paired ? turn : upper;
+        for (int turn = 0; turn <= (shares ? 0 : kLast); ++turn) {
+            const int which = shares ? upper : turn;
             const NoiseStream streams[1] = {noise_stream(lane_row_state(s, cta, pass, group, which), pass.step)};
             float4 four[1];
-            pass_noise.draw(streams, {id_over_4}, four);
+            pass_noise.draw(streams, {id_over_4(p, cta, rows.row)}, four);
             const float2 low = make_float2(four[0].x, four[0].y), high = make_float2(four[0].z, four[0].w);
             const float2 own = upper ? high : low;
-            float2 other = which ? make_float2(noise[0][0], noise[0][1]) : own;
-            if (!paired) {
+            float2 other = which ? make_float2(rows.noise[0].x, rows.noise[0].y) : own;
+            if (shares) {
                 other = upper ? low : high;
                 other.x = __shfl_xor_sync(kFullWarp, other.x, 4);
                 other.y = __shfl_xor_sync(kFullWarp, other.y, 4);
             }
-            noise[0][0] = which ? other.x : own.x, noise[0][1] = which ? other.y : own.y;
-            noise[1][0] = which ? own.x : other.x, noise[1][1] = which ? own.y : other.y;
+            rows.noise[0].x = which ? other.x : own.x, rows.noise[0].y = which ? other.y : own.y;
+            rows.noise[kLast].x = which || kLast == 0 ? own.x : other.x, rows.noise[kLast].y = which || kLast == 0 ? own.y : other.y;
         }
     }
 
-    // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot.
+    // A chunk of tiles, in pairs as far as they come in pairs: it begins at an even slot. cta: as the warp sees it whose slots they are.
     template <int kTiles>
     __device__ __forceinline__ void add_tiles(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles],
-                                              Dot::Accumulator (*acc)[kColumnGroups][4]) {
-        if constexpr (kTilesTakeTurns) {
+                                              Dot::Accumulator (*acc)[kGroups][4]) {
+        const auto add = [&](int at) {
+            const Dot::Accumulator* of_group[kTiles];
+#pragma unroll
+            for (int i = 0; i < kTiles; ++i) of_group[i] = acc[i][at];
+            add_group<kTiles>(p, s, cta, pass, slots, at, of_group);
+        };
+        if constexpr (kGroupsTakeTurns && kGroups > 1) {
+            // Tiles that are read again: by one copy of the code, too. With one for each group 64 requests took 14 % longer than before
+            // (one GPU, where half of the tiles are streamed).
 #pragma unroll 1
-            for (int group = 0; group < kColumnGroups; ++group) {
-                add_group<kTiles>(p, s, cta, pass, slots, group, 0, acc);
+            for (int turn = 0; turn < kGroups; ++turn) {
+                add(0);
                 next_group<kTiles>(acc);
             }
         } else {
 #pragma unroll
-            for (int group = 0; group < kColumnGroups; ++group) add_group<kTiles>(p, s, cta, pass, slots, group, group, acc);
+            for (int at = 0; at < kGroups; ++at) add(at);
         }
+    }
+
+    // Leaves the best rows in shared memory; merges: with those that the warp left there before.
+    __device__ __forceinline__ void leave(const Smem& s, const Cta& cta, const Pass& pass, bool merges) const {
+        Best* out = s.best + pass.buffer() * kRequests * kBestStride;
+#if TPW_SAMPLED || TPW_ROUNDING == 2
+        if constexpr (kLanesReduce) {
+            constexpr int kCount = kGroups * Dot::kLaneRequests;
+            Best reduced[kCount];
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) reduced[i] = best[i / Dot::kLaneRequests][i % Dot::kLaneRequests];
+            const int left = reduce_over_lanes(reduced, cta.lane);
+            Best& entry = out[request(cta, left / Dot::kLaneRequests, left % Dot::kLaneRequests) * kBestStride + cta.warp];
+            if (merges) __syncwarp();  // another lane may have left it
+            if (cta.lane < 4 * kCount) {
+                if (merges) reduced[0].merge(entry);
+                entry = reduced[0];
+            }
+            return;
+        }
+#endif
+#pragma unroll
+        for (int at = 0; at < kGroups; ++at)
+#pragma unroll
+            for (int which = 0; which < Dot::kLaneRequests; ++which)
+                out[request(cta, at, which) * kBestStride + cta.warp * kWarpEntries + (kQuadsShare ? cta.lane : cta.lane >> 2)] = best[at][which];
     }
 
   private:
@@ -323,21 +395,23 @@ struct LaneRequests {
 
     // Of two: what is known of the other one takes the first place. Registers have no index.
     template <int kTiles>
-    __device__ __forceinline__ void next_group(Dot::Accumulator (*acc)[kColumnGroups][4]) {
+    __device__ __forceinline__ void next_group(Dot::Accumulator (*acc)[kGroups][4]) {
+        static_assert(kGroups == 2 && !TPW_INT8, "each is the other one's next, and u has no scales");
+        first_group = 1 - first_group;
 #pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which) {
-            exchange(base[0][which], base[kColumnGroups - 1][which]);
-            exchange(best[0][which], best[kColumnGroups - 1][which]);
+            exchange(base[0][which], base[1][which]);
+            exchange(best[0][which], best[1][which]);
         }
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
+        for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[tile][0][i] = acc[tile][kColumnGroups - 1][i];
+            for (int j = 0; j < 4; ++j) exchange(acc[i][0][j], acc[i][1][j]);
     }
 
     template <int kTiles>
-    __device__ __forceinline__ void add_group(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles], int group,
-                                              int at, const Dot::Accumulator (*acc)[kColumnGroups][4]) {
+    __device__ __forceinline__ void add_group(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const int (&slots)[kTiles], int at,
+                                              const Dot::Accumulator* const (&acc)[kTiles]) {
         constexpr int kPairs = kTiles / 2;
         const bool counts = !kQuadsShare || (cta.lane & 3) == 0;
         AllLaneRows<kPairs, kTiles % 2> rows;
@@ -347,10 +421,7 @@ struct LaneRequests {
         rows.load_noise(s, cta);
         rows.load(p, s, cta, base[at]);
         if constexpr (kQuadsShare && kKeepsLogits) __syncwarp();  // the lanes of a quad have loaded what the first one of them overwrites
-        const Dot::Accumulator* of_group[kTiles];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) of_group[i] = acc[i][at];
-        add_all<kPairs, kTiles % 2>(p, s, cta, pass, group, at, of_group, rows);
+        add_all<kPairs, kTiles % 2>(p, s, cta, pass, at, acc, rows);
     }
 
 #if TPW_ROUNDING != 2 && !TPW_SAMPLED
@@ -363,10 +434,10 @@ struct LaneRequests {
 #pragma unroll
         for (int i = 0; i < 2 * kPairs; ++i) {
             const LaneRows<2>& pair = rows.pairs[i / 2];
-            values[i] = pair.counts ? pair.values[i % 2] : 0xff80ff80u;
+            values[i] = pair.counts ? pair.values[0].packed.word[i % 2] : 0xff80ff80u;
             first[i] = pair.counts ? pair.row + i % 2 * 2 : kStagedRows;
         }
-        if constexpr (kAlone) values[2 * kPairs] = rows.alone.values[0], first[2 * kPairs] = rows.alone.row;
+        if constexpr (kAlone) values[2 * kPairs] = rows.alone.values[0].packed.word[0], first[2 * kPairs] = rows.alone.row;
         best[0][0].add_pairs(values, first, cta);
     }
 #endif

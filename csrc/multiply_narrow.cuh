@@ -12,14 +12,14 @@ namespace tpw {
 // All but u is there before ready() has waited for it, and is loaded as far as registers go. False if ready() is.
 template <int kShared, typename Ready>
 __device__ __forceinline__ bool multiply_narrow(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
-                                                const unsigned char* b, LaneRequests& mine, const Ready& ready) {
+                                                LaneRequests<1>& mine, const Ready& ready) {
     constexpr int kSlots = kRegTiles + kShared, kPairs = kSlots / 2, kTurns = (kPairs + 3) / 4;
     const Fragment* shared = reinterpret_cast<const Fragment*>(s.weights + cta.warp * kTileBytes) + cta.lane;
     struct Operands {
         uint2 u;
         Fragment a[kShared + 1];
     };
-    const auto load_u = [&](Operands& into, int k) { into.u = *reinterpret_cast<const uint2*>(b + 32 * k); };
+    const auto load_u = [&](Operands& into, int k) { into.u = *reinterpret_cast<const uint2*>(mine.u[0] + 32 * k); };
     const auto load_weights = [&](Operands& into, int k) {
 #pragma unroll
         for (int i = 0; i < kShared; ++i) into.a[i] = shared[(i * kMultiplyWarps * kSteps + k) * kWarpSize];
@@ -72,7 +72,7 @@ __device__ __forceinline__ bool multiply_narrow(const WalkParams& p, const Smem&
         }
         if constexpr (kSlots % 2) of_rows[2 * kTurns] = alone;
         rows.load_noise(s, cta);  // sooner it would take the registers of what the MMAs need next
-        mine.add_all<kTurns, kSlots % 2>(p, s, cta, pass, 0, 0, of_rows, rows);
+        mine.add_all<kTurns, kSlots % 2>(p, s, cta, pass, 0, of_rows, rows);
     }
     return true;
 }

@@ -104,7 +104,7 @@ __device__ __forceinline__ bool has_tile(const Cta& cta, int slot) {
 }
 
 template <int kGroups>
-__device__ __forceinline__ void add_round(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int round, LaneRequests& mine,
+__device__ __forceinline__ void add_round(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, int round, LaneRequests<kColumnGroups>& mine,
                                           Dot::Accumulator (&acc)[2][kGroups][4]) {
     const int both[2] = {2 * round, 2 * round + 1}, one[1] = {2 * round};
     if (both[1] < kSlots && has_tile(cta, both[1]))
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_round(const WalkParams& p, const Smem& s, co
 // All tiles of the warp.
 template <int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroups(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
-                                                       const Fragment (&weights)[kRegTiles][kSteps], LaneRequests& mine) {
+                                                       const Fragment (&weights)[kRegTiles][kSteps], LaneRequests<kColumnGroups>& mine) {
     static_assert(kMultiplyWarps == 2 * kWarpgroupWarps, "two warpgroups");
     static_assert(kGroups == 2 && kTilesPerCta <= kRegTiles * kMultiplyWarps + kSmemTiles, "no tile is streamed");
     const uint64_t u = u_matrices(s, pass);

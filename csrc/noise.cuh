@@ -125,16 +125,15 @@ struct NoiseStream {
 };
 
 // The gumbel_logarithms of four ids, of each of several requests. A draw is ten rounds of a multiplication and an
-// addition each, one after the other, so they are drawn side by side. `alike`: their keys and offsets are those of `shared`, one
-// in the whole warp: then the keys of the rounds cost no instructions of the lanes, and what doesn't depend on the row is worked
-// out once.
+// addition each, one after the other, so they are drawn side by side. `alike`: their keys are those of `shared`, one in the whole warp:
+// then the keys of the rounds cost no instructions of the lanes.
 template <int kCount>
 __device__ __forceinline__ void draw_side_by_side(const NoiseStream (&streams)[kCount], bool alike, const NoiseStream& shared,
                                                   const uint32_t (&ids_over_4)[kCount], float4 (&logarithms)[kCount]) {
     uint4 state[kCount];
     if (alike) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) state[i] = make_uint4(ids_over_4[i], streams[i].row, shared.step, shared.offset);
+        for (int i = 0; i < kCount; ++i) state[i] = make_uint4(ids_over_4[i], streams[i].row, shared.step, streams[i].offset);
 #pragma unroll
         for (uint32_t round = 0; round < kPhiloxRounds; ++round)
 #pragma unroll

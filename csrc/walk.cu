@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_warps(const WalkParams& p, const Smem& 
             if (index > 0) mbarrier_wait(&s.control->contributed[passes.at(index - 1).buffer()], passes.at(index - 1).parity());
             draw_noise(p, s, cta, pass);
         }
-        LaneRequests mine(p, s, cta, pass);  // before the wait: of all this nothing depends on u
+        LaneRequests<kLaneGroups> mine(p, s, cta, pass, PassNoise(s, cta, pass), 0);  // before the wait: of all this nothing depends on u
         const auto await_u = [&]() {
             mbarrier_wait(&s.control->u_ready[pass.buffer()], pass.parity());
             return !s.has_failed();
@@ -108,17 +108,17 @@ struct Service {
     const Cta& cta;
     const Passes& passes;
     const int thread, warp, lane;
-    const bool posts;
     WalkExchange exchange;  // once start() has made its block number known
 
     __device__ __forceinline__ Service(const WalkParams& p, const Smem& s, const Cta& cta, const Passes& passes)
         : p(p), s(s), cta(cta), passes(passes), thread(cta.warp * kWarpSize + cta.lane), warp(cta.warp), lane(cta.lane),
-          posts(kPostsAlone || (kPosts && cta.batch == 1)), exchange{p, 0, 0} {}
+          exchange{p, 0, 0} {}
 
     // How many passes u is ahead of the results: with one group of requests a pass needs the results of the one before.
     __device__ __forceinline__ int lead() const { return passes.groups == 1 ? 1 : 2; }
-    // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass.
-    __device__ __forceinline__ int lag() const { return !kPostsAlone && passes.groups > (TPW_INT8 ? 2 : 3) ? 1 : 0; }
+    // And how many an aggregator is behind: where results have time, it doesn't wait for the slowest CTA of the present pass. With three
+    // groups they are wanted a pass later: in bf16 48 requests took 95 µs so, not 87, while 24 in int8 took 75, not 77.
+    __device__ __forceinline__ int lag() const { return !kPosts && passes.groups > (TPW_INT8 ? 2 : 3) ? 1 : 0; }
     __device__ __forceinline__ void fail() const { s.control->failed = 1; }
     // Made where they are used: members of this would live in memory.
     __device__ __forceinline__ LogitsOutput logits() const { return {p, s, cta}; }
@@ -131,7 +131,7 @@ struct Service {
             if (cta.lane == 0) WalkExchange::start(p, &s.control->block, &s.control->expiry);
         }
         load_rows(p, s, cta, passes.first_step, thread);
-        if (posts) exchange.translate(thread);
+        if constexpr (kPosts) exchange.translate(thread);
         if constexpr (TPW_INT8)
             for (int row = thread; row < cta.rows; row += kServiceThreads) s.row_scales[row] = p.row_scales[cta.first_row + row];
     }
@@ -141,7 +141,7 @@ struct Service {
         if (kAgreeingRanks == 1) return true;
         // By its own posts, as an aggregator, or logits; and CTA 0 looks at the headers should no row be valid. It alone then: it
         // ends the block without the others, one of which may begin later and would wait for the next block's headers.
-        const bool publishes = cta.batch > 0 && (posts || kPeerLogits || cta.index < cta.batch);
+        const bool publishes = cta.batch > 0 && (kPosts || kPeerLogits || cta.index < cta.batch);
         return exchange.compare_headers(lane, cta.index, cta.batch, publishes || cta.index == 0);
     }
 
@@ -149,13 +149,6 @@ struct Service {
     // warp + kServiceWarps * i. CTA 0 writes the tokens out, as it alone writes anchors should the block fail: when it has all
     // of a block's keys nobody else of this rank waits for anything, so that a block's tokens are all its own or all anchors.
     __device__ __forceinline__ void receive(const Pass& pass, bool alive) const {
-        if (!posts) return receive_results(pass, alive);
-        const u64 key = collect(pass, alive);
-        if (thread == 0 && key != 0) accept(pass, 0, key);
-    }
-
-    // The same by the aggregators' words.
-    __device__ __forceinline__ void receive_results(const Pass& pass, bool alive) const {
         if (!alive) return;
         // Lane i * kAgreeingRanks + rank waits for that rank's word of the warp's i-th row.
         const int request = warp + kServiceWarps * (lane / kAgreeingRanks);
@@ -166,7 +159,10 @@ struct Service {
         if (!exchange.receive(lane, active, pass.step, row, previous, key)) return fail();
         const u64 word = key;
         key = Settle<kAgreeingRanks>{s.rows[row], pass.step}(word, 0, active, [&](int) { return word; });
-        if (active && lane % kAgreeingRanks == 0) accept(pass, row, key);
+        if (!active || lane % kAgreeingRanks != 0) return;
+        const int64_t token = target_id(p, key);
+        s.rows[row].previous = static_cast<uint32_t>(token);
+        publish(pass, row, token);
     }
 
     // The best of all CTAs' posts, or 0 after a failure. Each warp waits for its share of them. All meet, whatever they have seen of a
@@ -181,12 +177,6 @@ struct Service {
         key = lane < kServiceWarps ? s.control->collected[lane] : 0;
         const u64 word = key;
         return settle(word, 0, 1, [&](int) { return word; });
-    }
-
-    __device__ __forceinline__ void accept(const Pass& pass, int row, u64 key) const {
-        const int64_t token = target_id(p, key);
-        s.rows[row].previous = static_cast<uint32_t>(token);
-        publish(pass, row, token);
     }
 
     __device__ __forceinline__ void publish(const Pass& pass, int row, int64_t token) const {
@@ -242,14 +232,14 @@ struct Service {
 
     // Whether there is anything to bring for the pass at `index`: u, or behind the last pass the last token of a single request. That CTA 0
     // alone wants, and takes it by the same code as those before: a copy of it would be fetched from DRAM when all else is done.
-    __device__ __forceinline__ bool brings(int index) const { return index < passes.count || (posts && cta.index == 0); }
+    __device__ __forceinline__ bool brings(int index) const { return index < passes.count || (kPosts && cta.index == 0); }
 
     // u of a pass, by the tokens of the step before.
     __device__ __forceinline__ void bring_u(const Pass& next, bool alive) const {
         const bool needs_token = next.index >= passes.groups;
-        if (kPostsAlone && needs_token) return follow(passes.at(next.index - 1), next, alive);
+        if (kPosts && needs_token) return follow(passes.at(next.index - 1), next, alive);
         if (needs_token) receive(passes.at(next.index - passes.groups), alive);
-        if (!kPosts || next.index < passes.count) stage_u(next);
+        stage_u(next);
     }
 
     // One of these rows of W1 is the next u, and this early it is in L2 in time. By the first of `lanes` lanes.
@@ -263,7 +253,7 @@ struct Service {
         const bool active = request < pass.requests;
         const u64 key = cta_best_keys(p, s, cta, pass, request, active);
         if (!active) return;
-        if (posts)
+        if constexpr (kPosts)
             exchange.post(lane, pass.step, s.rows[row].previous, cta.index, cta.count, key);
         else if (lane % kLanes == 0)
             exchange.contribute(pass.step, row, s.rows[row].previous, cta.index, key);
@@ -305,7 +295,7 @@ struct Service {
         if (cta.warp == kServiceWarps - 1 && !open()) fail();
         for (int index = 0; index < min(lead(), passes.count); ++index) stage_u(passes.at(index));
         mbarrier_wait(&s.control->weights_arrived, 0);
-        exchange.prefetch(thread, kServiceThreads, posts, cta.batch, cta.index, cta.count);
+        exchange.prefetch(thread, kServiceThreads, kPosts, cta.batch, cta.index, cta.count);
         for (int index = 0;; ++index) {
             if (index > 0) combine_sums(passes.at(index - 1));
             if (index == passes.count) break;
@@ -319,7 +309,7 @@ struct Service {
             }
             if (alive) {
                 if constexpr (kLogits && !kPeerLogits) logits().start(pass);
-                if (!posts && index >= lag()) aggregate(passes.at(index - lag()));
+                if (!kPosts && index >= lag()) aggregate(passes.at(index - lag()));
                 if constexpr (kLogits) {
                     if constexpr (!kPeerLogits) logits().copy(pass);
                     if (p.lse) contribute_lse(p, s.weights, pass);
@@ -340,6 +330,7 @@ struct Service {
                     for (int turn = columns_first; turn < 2 + columns_first; ++turn) {
                         if (turn != 1 && brings(index + lead())) bring_u(passes.at(index + lead()), alive);
                         if (turn == 1 && alive) logits().start(pass), logits().copy(pass);
+                        if (turn == 1 && columns_first) announce_columns();
                     }
                 } else {
                     if (index + lead() < passes.count) bring_u(passes.at(index + lead()), alive);
@@ -362,12 +353,16 @@ struct Service {
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
         if constexpr (kLogits) {
             logits().finish();
-            if constexpr (kPeerLogits) {
-                named_barrier(kServiceBarrier, kServiceThreads);
-                if (passes.count > 0 && !s.has_failed()) logits().announce(exchange);
-            }
+            if constexpr (kPeerLogits && !kPosts)
+                if (passes.count > 0) announce_columns();
         }
         if (cta.index == 0) finish();
+    }
+
+    // When all service warps have stored them to the peers.
+    __device__ __forceinline__ void announce_columns() const {
+        named_barrier(kServiceBarrier, kServiceThreads);
+        if (!s.has_failed()) logits().announce(exchange);
     }
 
     // Of the pass before: its parts are in by now. And not later, as mailbox.cuh has it: results of the rows' next step follow.
@@ -381,7 +376,7 @@ struct Service {
         const int rows = valid_rows(p);
         const bool alive = !s.has_failed();
         // A single request's are here already.
-        for (int index = posts ? passes.count : passes.count - passes.groups; index < passes.count; ++index) receive_results(passes.at(index), alive);
+        for (int index = kPosts ? passes.count : passes.count - passes.groups; index < passes.count; ++index) receive(passes.at(index), alive);
         if (is_split(p) && !s.has_failed()) receive_tokens(rows);
         if constexpr (kLogits) {
             if (p.lse && !s.has_failed() && !finish_lse(p, s.weights)) fail();

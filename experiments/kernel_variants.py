@@ -198,9 +198,9 @@ _PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, {slot});
 #pragma unroll
     for (int i = 0; i < {tiles}; ++i)
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
+        for (int group = 0; group < {groups}; ++group)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) acc[i][group][j] = product(seed, (i * kColumnGroups + group) * 4 + j);
+            for (int j = 0; j < 4; ++j) acc[i][group][j] = product(seed, (i * {groups} + group) * 4 + j);
 """
 # Of one request in int8: two chains a tile, whose sum is left to what follows.
 _NARROW_PRODUCTS = """    const uint32_t seed = product_seed(cta, pass, 0);
@@ -220,31 +220,35 @@ _WARPGROUP_PRODUCTS = """    if (k > 0) return;
         for (int j = 0; j < 4; ++j) acc[group][j] = product(seed, group * 4 + j);
 """
 
-# Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested. The whole warp adds
-# rows, as `add` has a __syncwarp(), and the first lane of a request wins.
-_BEST_ROW = """    if (cta.warp == 0) {
+# Of each CTA's requests one row, of the last CTA the best. Scores are far apart: none is contested. The first lane of a
+# request wins.
+_BEST_ROW = """
+template <int kGroups>
+__device__ __forceinline__ void add_best_row(
+    const WalkParams& p, const Cta& cta, const Pass& pass, LaneRequests<kGroups>& mine) {
+    if (cta.warp > 0) return;
 #pragma unroll
-        for (int group = 0; group < kColumnGroups; ++group)
+    for (int at = 0; at < kGroups; ++at)
 #pragma unroll
-            for (int which = 0; which < Dot::kLaneRequests; ++which) {
-                const int request = group * Dot::kRequests + Dot::lane_request(cta.lane, which);
-                const uint32_t at = pass.step * 64 + pass.first_row + request;
-                const int row = __umulhi(at * 0x9e3779b1u, cta.rows) & ~1;
-                const float value = p.rank * 256 + cta.index - (cta.lane >> 2) * 2000;
+        for (int which = 0; which < Dot::kLaneRequests; ++which) {
+            const uint32_t mixed = pass.step * 64 + pass.first_row + mine.request(cta, at, which);
+            const int row = __umulhi(mixed * 0x9e3779b1u, cta.rows) & ~1;
+            const float value = p.rank * 256 + cta.index - (cta.lane >> 2) * 2000;
 #if TPW_SAMPLED || TPW_ROUNDING == 2
-                const float values[2] = {value, value - 1000.0f};
-                mine.best[group][which].add(values, row, cta);
+            const int32_t candidates[2] = {ordered(value), ordered(value - 1000.0f)};
+            mine.best[at][which].merge(Best::of<2>(candidates, row));
 #else
-                mine.best[group][which].add_pair(pack_bf16(value, value - 1000.0f), row, cta);
+            mine.best[at][which].add_pair(pack_bf16(value, value - 1000.0f), row, cta);
 #endif
-            }
-    }
+        }
+}
+
 """
 _KEEP_PRODUCTS = """        uint32_t mixed = 0;
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-            for (int group = 0; group < kColumnGroups; ++group)
+            for (int group = 0; group < kGroups; ++group)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     if constexpr (TPW_INT8)
@@ -289,12 +293,22 @@ _KNOWN_U = r"""{
 """
 
 # As noise does, they keep scores apart that would often be equal: a logit has 8 bits.
-_KNOWN_NOISE = """        const uint32_t id = p.shard_start + cta.first_row + rows.row;
-        const float first = __uint_as_float(0x3f800000u | id * 0x9e3779b1u >> 9);
-#pragma unroll
+_KNOWN_NOISE = """
+__device__ __forceinline__ float4 known_noise(uint32_t id) {
+    const float first = __uint_as_float(0x3f800000u | id * 0x9e3779b1u >> 9);
+    return make_float4(first, first + 0.25f, first + 0.5f, first + 0.75f);
+}
+
+"""
+_KNOWN_PAIRS = """#pragma unroll
+        for (int i = 0; i < kPairs * Dot::kLaneRequests; ++i)
+            pairs[i / Dot::kLaneRequests].noise[i % Dot::kLaneRequests] =
+                known_noise(p.shard_start + cta.first_row + pairs[i / Dot::kLaneRequests].row);
+        return;
+"""
+_KNOWN_TILE = """#pragma unroll
         for (int which = 0; which < Dot::kLaneRequests; ++which)
-#pragma unroll
-            for (int i = 0; i < 2 * kTiles; ++i) noise[which][i] = first + 0.25f * i;
+            rows.noise[which] = known_noise(p.shard_start + cta.first_row + rows.row);
         return;
 """
 
@@ -350,12 +364,12 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(
             _MULTIPLY,
             r"    // What k step `k` needs(?s:.*?)        __syncwarp\(\);\n    \}\n",
-            _PRODUCTS.format(slot="first * 64 + shared_slot", tiles="kTiles"),
+            _PRODUCTS.format(slot="first * 64 + shared_slot", tiles="kTiles", groups="kGroups"),
         ),
         Edit(
             _MULTIPLY,
             r"#pragma unroll\n            for \(int k = 0; k < kChunkSteps; \+\+k\)(?s:.*?);\n",
-            "if (part == 0) {\n" + _PRODUCTS.format(slot="slot", tiles="1") + "}\n",
+            "if (part == 0) {\n" + _PRODUCTS.format(slot="slot", tiles="1", groups="kColumnGroups") + "}\n",
         ),
         Edit(
             _NARROW,
@@ -369,7 +383,8 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
         Edit(_LANES, _BEGIN, r"\g<0>" + _KEEP),
         Edit(_LANES, r"void add_tiles\([^{]*\{\n", r"\g<0>" + _KEEP_PRODUCTS),
         Edit(_NARROW, r" +mine\.add_all<kTurns, [^\n]*\n", _KEEP_NARROW_PRODUCTS),
-        Edit(_MULTIPLY, r"    Best\* out = s\.best ", _BEST_ROW + r"\g<0>"),
+        Edit(_MULTIPLY, _BEGIN, r"\g<0>" + _BEST_ROW),
+        Edit(_MULTIPLY, r"mine\.leave\(", r"add_best_row(p, cta, pass, mine), \g<0>"),
     ),
     EXCHANGE: (
         Edit("walk.cu", r" +__device__ [^\n]*void receive\(const Pass& pass, bool alive\)", _KNOWN_WORD + r"\g<0>"),
@@ -396,7 +411,13 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
     ),
     NOISE: (
         Edit("cta.cuh", r"void draw_noise\([^)]*\) \{\n", r"\g<0>    return;" + "\n"),
-        Edit(_LANES, r"void noise_of\([^{]*\{\n", r"\g<0>" + _KNOWN_NOISE),
+        Edit(_LANES, _BEGIN, r"\g<0>" + _KNOWN_NOISE),
+        Edit(_LANES, r"void draw\([^{]*LaneRows<2>\* pairs\) const \{\n", r"\g<0>" + _KNOWN_PAIRS),
+        Edit(
+            _LANES,
+            r"void draw\([^{]*LaneRows<1>\* tile\) const \{\n        LaneRows<1>& rows = \*tile;\n",
+            r"\g<0>" + _KNOWN_TILE,
+        ),
     ),
     W2: (
         *_KNOW_THE_PASS,
@@ -427,7 +448,7 @@ LEFT_OUT: dict[str, tuple[Edit, ...]] = {
             r" +exchange\.prefetch\([^\n]*\n",
             "        if (cta.index == 0) finish();\n        return;\n" + r"\g<0>",
         ),
-        Edit("walk.cu", r" +for \(int index = posts \? passes\.count : [^\n]*\n", ""),
+        Edit("walk.cu", r" +for \(int index = kPosts \? passes\.count : [^\n]*\n", ""),
     ),
 }
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from emulated import launch
 
-from tp_walk import executors, jit, peer_logits, runtime, spread
+from tp_walk import certified, executors, jit, peer_logits, runtime, spread
+from tp_walk.certify import bias_bound
 from tp_walk.group import WalkGroup
 from tp_walk.mailbox import MailboxLayout
 from tp_walk.peers import FIRST_BLOCK
@@ -100,11 +101,12 @@ class ThreadGroup(WalkGroup):
 class HostBuffer:
     """As PeerBuffer."""
 
-    def __init__(self, group: WalkGroup, num_bytes: int, device: object) -> None:
+    def __init__(self, group: WalkGroup | None, num_bytes: int, device: object) -> None:
         self.num_bytes = num_bytes
         # Words are 16-byte aligned, and torch's memory is.
         self.memory = torch.zeros(-(-num_bytes // 8), dtype=torch.int64)
-        self.addresses = tuple(group.all_gather_object(self.memory.data_ptr()))
+        own = self.memory.data_ptr()
+        self.addresses = (own,) if group is None else tuple(group.all_gather_object(own))
 
     def close(self) -> None:
         self.addresses = ()
@@ -113,10 +115,10 @@ class HostBuffer:
 class HostMailboxes:
     """As PeerMailboxes."""
 
-    def __init__(self, group: WalkGroup, layout: MailboxLayout, device: object) -> None:
+    def __init__(self, group: WalkGroup | None, layout: MailboxLayout, device: object) -> None:
         self._buffer = HostBuffer(group, layout.num_bytes, device)
         self._status = ctypes.create_string_buffer(STATUS_BYTES)
-        self._rank = group.rank
+        self._rank = 0 if group is None else group.rank
         self.addresses = self._buffer.addresses
         self.status_address = ctypes.addressof(self._status)
         self.reset()
@@ -153,8 +155,8 @@ class EmulatedLaunch:
     def __call__(self, arguments: int, stream: int) -> None:
         rank, ranks = _here.rank, _here.ranks
         source, macros = self._kernel
-        # The walk is given one structure, and the emulator wants to know where it lies.
-        given = ctypes.c_void_p.from_address(arguments).value if source == "walk.cu" else arguments
+        # Most are given one structure, and the emulator wants to know where it lies.
+        given = arguments if source == "spread.cu" else ctypes.c_void_p.from_address(arguments).value
         mine = (source, macros, self._grid, self._shared_bytes)
         everybodys = ranks.exchange(rank, (given, mine))
         assert all(theirs == mine for _, theirs in everybodys), "ranks launch different kernels"
@@ -183,14 +185,15 @@ def host_bytes(address: int, num_bytes: int, device: object) -> torch.Tensor:
 def emulate_gpus(patch: pytest.MonkeyPatch) -> None:
     """Executors that are made from now on launch on the emulator."""
     patch.setattr(jit, "compile_kernel", lambda source, name, macros: (source, macros))
-    patch.setattr(executors, "PeerMailboxes", HostMailboxes)
-    patch.setattr(
-        executors, "launch_order", lambda device: SimpleNamespace(before=lambda stream: None, after=lambda stream: None)
-    )
-    for module in (executors, spread):
+    unordered = SimpleNamespace(before=lambda stream: None, after=lambda stream: None)
+    for module in (executors, certified):
+        patch.setattr(module, "PeerMailboxes", HostMailboxes)
+        patch.setattr(module, "launch_order", lambda device: unordered)
+    for module in (executors, spread, certified):
         patch.setattr(module, "Launch", EmulatedLaunch)
-    for module in (peer_logits, spread):
+    for module in (peer_logits, spread, certified):
         patch.setattr(module, "PeerBuffer", HostBuffer)
+    patch.setattr(certified, "bias_bounds", lambda w1, w2: bias_bound(w1.float() @ w2.float().T))
     patch.setattr(peer_logits, "device_bytes", host_bytes)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0))
     patch.setattr(

@@ -1,4 +1,4 @@
-"""Plans tp_bf16, int8 and int8_split on the emulator: the oracle's walks on all ranks, from host code to tokens."""
+"""The kernels' plans on the emulator: the oracle's walks on all ranks, from host code to tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from emulated import HAS_COMPILER
 from emulated_ranks import Gpu, HostDevice, Ranks, ThreadGroup, emulate_gpus
 from oracle import Problem, make_problem, solve
 
+from tp_walk.certified import CertifiedExecutor
 from tp_walk.config import Deadline, LogitsMode, LogitsRows, WalkShape
 from tp_walk.executors import TpBf16Executor
 from tp_walk.inputs import InputChecker
@@ -28,7 +29,7 @@ from tp_walk.shard import Shard, shard_bounds
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 
-EXECUTORS = {one.name: one for one in (TpBf16Executor, Int8Executor, Int8SplitExecutor)}
+EXECUTORS = {one.name: one for one in (TpBf16Executor, Int8Executor, Int8SplitExecutor, CertifiedExecutor)}
 UNTOUCHED = 77
 SLOTS = STREAM_SLOTS * STREAM_SLOT_BYTES
 
@@ -109,7 +110,7 @@ def check(problem: Problem, how: Walk, folder: Path) -> None:
             peer_logits=buffers,
         )
         executor = EXECUTORS[how.plan](context)
-        placed = executor._placement
+        placed = getattr(executor, "_fallback", executor)._placement
         assert (placed.streamed_tiles > 0, placed.stream_slots > 0) == (how.streams != "", how.streams == "slots")
         checker = InputChecker(
             vocab, head.target_vocab_size, shard, max_batch, gamma, context.rounding, torch.device("cpu")
@@ -198,6 +199,10 @@ def tp(world: int, sms: int, shared_limit: int = HOPPER.shared_limit, **how: obj
     return Walk("tp_bf16", world, Gpu(sms, shared_limit), **how)  # type: ignore[arg-type]
 
 
+def certified(world: int, sms: int, **how: object) -> Walk:
+    return Walk("certified", world, Gpu(sms, HOPPER.shared_limit), **{"lse": False} | how)  # type: ignore[arg-type]
+
+
 def int8(world: int, sms: int, shared_limit: int = HOPPER.shared_limit, plan: str = "int8", **how: object) -> Walk:
     return Walk(plan, world, Gpu(sms, shared_limit), **how)  # type: ignore[arg-type]
 
@@ -229,6 +234,20 @@ CASES = {
     # Sampled, pairs of tiles and groups take turns, and each of half of the warps has a tile without a partner.
     "turns": Case(tp(2, 1, base="aligned"), 1140, 19),
     "turns-equals": Case(tp(2, 1), 1140, 11, equals=True),
+    # No pair in shared memory; a pair in that of all warps but one; two pairs.
+    "turns-few-tiles": Case(tp(1, 1, logits="local"), 282, 9),
+    "turns-uneven": Case(tp(1, 1, logits="none", lse=False), 490, 12),
+    "turns-many-tiles": Case(tp(1, 1, 420_000, logits="local"), 832, 16, gamma=2),
+    # Tiles that are streamed behind tiles without a partner, and that are such a tile's partner.
+    "turns-loaded": Case(tp(1, 1, 195_000, streams="loads", logits="local"), 640, 10),
+    "turns-streamed": Case(tp(1, 1, 150_000, streams="slots", logits="none", lse=False), 640, 9),
+    "turns-streamed-equals": Case(tp(1, 1, streams="slots", logits="local"), 940, 16, equals=True),
+    # CTAs with few rows, or none; fp32 logits.
+    "turns-uneven-shards": Case(
+        tp(2, 2, shards=(Shard(0, 1100), Shard(1100, 1117)), base="sharded"), 1117, 12, gamma=2
+    ),
+    "turns-empty-shard": Case(tp(2, 2, shards=(Shard(0, 0), Shard(0, 1100))), 1100, 17, gamma=2, equals=True),
+    "turns-fp32": Case(tp(1, 1, logits="local"), 490, 12, rounding="none", gamma=2),
     # fp32 logits: keys are exact.
     "fp32": Case(tp(1, 2, logits="local"), 595, 3, rounding="none", draft=True),
     "fp32-equals": Case(tp(1, 2, logits="local"), 595, 4, gamma=16, rounding="none", equals=True),
@@ -277,17 +296,25 @@ CASES = {
     "split": Case(int8(2, 2, plan="int8_split", base="sharded"), 417, 7),
     "split-whole-rows": Case(int8(2, 2, plan="int8_split", logits="none", valid=3), 417, 5),
     "split-one-request": Case(int8(2, 2, plan="int8_split", logits="local"), 417, 1),
+    # Tokens by two launches; with logits, the dense walk.
+    "certified": Case(certified(2, 3, logits="none"), 595, 3),
+    "certified-once": Case(certified(2, 2, base="aligned", logits="none"), 1024, 1, gamma=11, rounding="once"),
+    "certified-fp32": Case(certified(2, 2, logits="none"), 331, 2, gamma=4, rounding="none"),
+    "certified-r512": Case(certified(1, 3, logits="none"), 700, 2, rank=512),
+    "certified-empty-shard": Case(certified(2, 3, logits="none", shards=(Shard(0, 0), Shard(0, 331))), 331, 2, gamma=2),
+    "certified-logits": Case(certified(2, 3, base="sharded", logits="local"), 599, 2, gamma=5, draft=True),
+    "certified-lse": Case(certified(2, 3, logits="local", lse=True), 203, 2),
     "int8-r512": Case(int8(1, 2, 31_000, streams="loads", logits="none", lse=False), 600, 2, rank=512),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_walks_are_the_oracles(name: str, folder: Path) -> None:
-    """Whether each row has a key and an offset of its own, or all the same."""
+    """Whether each row has a key and an offset of its own, or all the same, or all one key."""
     case = CASES[name]
-    for seed in range(2):
+    for seed in range(2 if case.batch <= 8 else 3):
         problem = case.problem(seed)
-        if seed == 1:
+        if seed > 0:
             keys, offsets = np.full_like(problem.keys, problem.keys[0]), np.full_like(problem.offsets, 1 << 33)
-            problem = replace(problem, keys=keys, offsets=offsets)
+            problem = replace(problem, keys=keys, offsets=offsets if seed == 1 else problem.offsets)
         check(problem, case.how, folder)

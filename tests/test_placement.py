@@ -134,7 +134,7 @@ extern "C" int first_row(int tiles, int warp, int slot, int lane) {{
 @needs_compiler
 def test_the_device_finds_the_same_rows(tmp_path: Path) -> None:
     source = (jit.csrc_dir() / "cta.cuh").read_text()
-    code = source[source.index("struct Round {") : source.index("// One step of one group of requests.")]
+    code = source[source.index("struct Round {") : source.index("// Where groups take turns:")]
     library = build(tmp_path, DEVICE.format(warps=MULTIPLY_WARPS, tile_rows=TILE_ROWS, code=code), {})
     first_row = library.first_row
     first_row.argtypes = [ctypes.c_int] * 4

@@ -29,7 +29,7 @@ MAX_CTAS = 256  # slots a row; above the SM count of every GPU up to Blackwell
 MAX_BATCH = (1 << 16) - 1  # batch and num_valid travel in 16 bits of a header
 HEADER_WORDS = 3
 
-# A single request that one or two GPUs agree on: each CTA posts its key to all ranks, in copies, and every CTA polls
+# In kernels for one request, on one or two GPUs, each CTA posts its key to all ranks, in copies, and every CTA polls
 # one copy of all posts. More of either would be too many words. CTAs that all polled one copy would hold up its late
 # writers.
 POST_COPIES = 8

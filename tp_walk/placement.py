@@ -20,15 +20,17 @@ MAX_GRID = 160  # slots that one warp polls: kSlotsPerLane * 32 in csrc/exchange
 CONTROL_BYTES = 256
 ROW_STATE_BYTES = 32
 
-
 # 8 warps hold W2 and multiply, 4 do all else; warp groups of 4 share the SM's 65,536 registers by setmaxnreg. W2 takes
 # 128 of a multiply warp's 200. More of it in registers left the assembler too few for the dot products: it spilled W2,
 # whose first load then waited, or finished one tile after the other, so that every MMA waited for the one before.
+# In sampled kernels of tp_bf16 service warps have more to keep. 64 requests with local logits (γ = 7, V = 75,968, one
+# H200) took 167.0 µs with 200 and 104, 164.1 with 192 and 120, and 182.9 with 184 and 136, when dot products wait for
+# their operands, as greedy ones do with 192.
 MULTIPLY_WARPS = 8
 SERVICE_WARPS = 4
 WARPGROUP_WARPS = 4
-MULTIPLY_REGISTERS = 200
-SERVICE_REGISTERS = 104
+MULTIPLY_REGISTERS, SERVICE_REGISTERS = 200, 104
+SAMPLED_REGISTERS = 192, 120
 REG_FRAGMENTS = 32  # 16 bytes a lane: the W2 operand of one MMA
 
 # What is streamed comes by chunks of so many MMAs' operands of W2, each warp's through slots of its own. Two of 4 KB
@@ -64,7 +66,8 @@ INT8_COLUMNS = (ColumnUse(1, single=True), ColumnUse(1), ColumnUse(2))
 class Placement:
     """How one specialisation of the walk kernel lays out its rows.
 
-    int8: the plan's element is int8 (else bf16). markov_rank: r, 256 or 512. columns: of a pass. grid: CTAs.
+    int8: the plan's element is int8 (else bf16). sampled: the kernel draws noise. markov_rank: r, 256 or 512.
+    columns: of a pass. grid: CTAs.
     tiles_per_cta: 16-row tiles of W2 that a CTA owns; each multiply warp keeps `reg_tiles` of them in registers,
     `smem_tiles` in all stay in shared memory, and the rest is streamed each pass, through `stream_slots` slots of
     shared memory for each multiply warp, or without any. by_warpgroups: its products are wgmma's, of four warps
@@ -72,6 +75,7 @@ class Placement:
     """
 
     int8: bool
+    sampled: bool
     markov_rank: int
     columns: ColumnUse
     grid: int
@@ -82,6 +86,14 @@ class Placement:
     by_warpgroups: bool
     base_stage_bytes: int
     shared_bytes: int
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of a multiply warp, and of a service warp."""
+        # With one tile a warp in registers the assembler finds no allocation for some of two groups.
+        if self.sampled and not self.int8 and not self.stream_slots and self.reg_tiles == 2:
+            return SAMPLED_REGISTERS
+        return MULTIPLY_REGISTERS, SERVICE_REGISTERS
 
     @property
     def k_steps(self) -> int:
@@ -198,6 +210,7 @@ def place(
             shared_bytes = wanted
     return Placement(
         int8=int8,
+        sampled=sampled,
         markov_rank=markov_rank,
         columns=columns,
         grid=grid,

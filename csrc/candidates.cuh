@@ -199,6 +199,12 @@ __device__ __forceinline__ uint32_t pair_min(uint32_t x, uint32_t y) {
 constexpr int32_t kInfinityBits = 0x7f800000, kLowestBits = static_cast<int32_t>(0xff800000u);
 constexpr uint32_t kLowestPair = TPW_BASE_FP32 ? 0xff800000u : 0xff80ff80u;  // of a piece's words
 
+#if TPW_BASE_FP32
+__device__ __forceinline__ float lowest_base() { return __int_as_float(kLowestBits); }
+#else
+__device__ __forceinline__ bf16 lowest_base() { return 0xff80; }
+#endif
+
 // What a lane chooses from, in registers; a NaN counts as infinity. Thresholds are in the order of ordered().
 #if TPW_BASE_FP32
 
@@ -284,20 +290,6 @@ struct Scores {
 
 #endif
 
-// A piece of a row that has no 16-byte alignment, or that ends in it: -inf where there is no id. A call, as it is rare.
-__device__ __noinline__ uint4 load_ragged(const BaseLogit* base, int width) {
-    __align__(16) BaseLogit values[kPiece];
-#pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-#if TPW_BASE_FP32
-        values[i] = i < width ? base[i] : __int_as_float(kLowestBits);
-#else
-        values[i] = i < width ? base[i] : 0xff80;
-#endif
-    }
-    return *reinterpret_cast<const uint4*>(values);
-}
-
 // A warp's share of a request's step.
 struct Unit {
     int batch_row, step, unit;
@@ -317,25 +309,35 @@ struct Unit {
     }
 };
 
-__device__ __forceinline__ void load_pieces(const CertifyParams& p, const Unit& of, int lane, uint4 (&pieces)[kPieces]) {
+// Of a row that has no 16-byte alignment, or that ends in a piece: -inf where there is no id. A call, as it is rare.
+__device__ __noinline__ void load_ragged(const CertifyParams& p, const Unit of, uint4 (*pieces)[kWarpSize]) {
+    const BaseLogit* base = of.base(p.walk);
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll kPiece
+    for (int i = 0; i < kLaneIds; ++i) {
+        const int column = of.column_at(p, lane, i);
+        *Chosen::of(pieces, lane, i) = column < p.walk.shard_width ? base[column] : lowest_base();
+    }
+}
+
+// `chosen`: the warp's own, and free: the unit before has been sent, the present one is in registers.
+__device__ __forceinline__ void load_pieces(const CertifyParams& p, const Unit& of, int lane, uint4 (&pieces)[kPieces], Chosen& chosen) {
     const BaseLogit* base = of.base(p.walk);
     const int width = p.walk.shard_width;
     bool ragged = reinterpret_cast<uint64_t>(base) % 16 != 0;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) ragged |= static_cast<uint32_t>(width - of.column_at(p, lane, i * kPiece) - 1) < kPiece - 1;
-    if (!ragged) {
+    if (ragged) {
+        load_ragged(p, of, chosen.pieces);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-            const int column = of.column_at(p, lane, i * kPiece);
-            pieces[i] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
-            if (column < width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
-        }
-    } else {
+        for (int i = 0; i < kPieces; ++i) pieces[i] = chosen.pieces[i][lane];
+        return;
+    }
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-            const int column = of.column_at(p, lane, i * kPiece);
-            pieces[i] = load_ragged(base + column, width - column);
-        }
+    for (int i = 0; i < kPieces; ++i) {
+        const int column = of.column_at(p, lane, i * kPiece);
+        pieces[i] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
+        if (column < width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
     }
 }
 

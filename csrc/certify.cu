@@ -4,10 +4,19 @@
 // No CTA waits for the whole grid. Warps choose the candidates of all steps (candidates.cuh) and push them to every rank; then each
 // CTA takes the steps that are its own, in the order of the walk, and waits for just their candidates and the token before (chase.cuh).
 // A step's token comes from an earlier step, whose CTA is on the GPU, too (the launch is cooperative), and takes its steps in the
-// same order: so nobody waits for ever. CTA 0 collects the tokens, and alone writes tokens, or anchors should the block have failed.
+// same order: so nobody waits for ever. A helper and who asks it wait for each other, which have no other step, either of them. CTA 0
+// collects the tokens, and alone writes tokens, or anchors should the block have failed. It ends the block behind everybody who waits for
+// a word of it: those by whom a token came, and the helpers.
 #include "chase.cuh"
 
 namespace tpw {
+
+__device__ __noinline__ void advance_offsets(const CertifyParams& p, int batch) {
+    const WalkParams& walk = p.walk;
+    // The walk that follows draws by the same offsets, and would advance the caller's a second time.
+    for (int row = 0; row < batch; ++row) p.offsets[row] = static_cast<int64_t>(noise_offset(walk, row));
+    for (int row = 0; row < (walk.offset_stride ? batch : 1); ++row) walk.offset_pointer[row * walk.offset_stride] += 1;
+}
 
 // CTA 0, after its own steps.
 struct Finish {
@@ -36,7 +45,8 @@ struct Finish {
             const bool is_own = p.owners == 1 || owner == p.walk.rank;
             const Site site{is_own ? TPW_WAIT_SLOT : TPW_WAIT_TOKEN, is_own ? 0 : u32(owner), u32(step), u32(row)};
             u64 key;
-            alive = await_word<Scope::sys>(watch, step_word(p, step, row), header_tag(watch.block), site, key);
+            if (p.helpers > 0 && step > 0 && is_own) alive = await_word<Scope::gpu>(watch, helper_word(p, step, row), header_tag(watch.block), site, key);
+            alive = alive && await_word<Scope::sys>(watch, step_word(p, step, row), header_tag(watch.block), site, key);
             if (!alive) break;
             const u64 token = key & kTokenMask;
             if (token & kFailed)
@@ -83,11 +93,7 @@ struct Finish {
     }
 
     __device__ __forceinline__ void succeed(u64 last_tokens) const {
-        const WalkParams& walk = p.walk;
-        if (!walk.temperatures || !walk.offset_pointer) return exchange.close(last_tokens);
-        // The walk that follows draws by the same offsets, and would advance the caller's a second time.
-        for (int row = 0; row < batch; ++row) p.offsets[row] = static_cast<int64_t>(noise_offset(walk, row));
-        for (int row = 0; row < (walk.offset_stride ? batch : 1); ++row) walk.offset_pointer[row * walk.offset_stride] += 1;
+        if (p.walk.temperatures && p.walk.offset_pointer) advance_offsets(p, batch);
         exchange.close(last_tokens);
     }
 
@@ -96,6 +102,22 @@ struct Finish {
         if (threadIdx.x == 0) p.fallback->num_failed = 0;
     }
 };
+
+// By the last warp of each CTA. CTA 0's sends this launch's header and compares all ranks'; the others look for poison. A call: what one
+// warp runs would lie between what the others do.
+__device__ __noinline__ void begin(const CertifyParams& p, unsigned char* shared_memory, int batch) {
+    const ChaseSmem s(shared_memory);
+    const int lane = threadIdx.x % kWarpSize, cta = blockIdx.x;
+    if (lane == 0) {
+        WalkExchange::start(p.walk, &s.control->block, &s.control->expiry);
+        s.control->failed = 0;
+        mbarrier_init(&s.control->rows_barrier, 1);
+    }
+    __syncwarp();
+    const WalkExchange exchange{p.walk, s.control->block, s.control->expiry};
+    const bool open = exchange.open(lane, cta, batch) && (kAgreeingRanks == 1 || exchange.compare_headers(lane, cta, batch, cta == 0));
+    if (!open && lane == 0) s.control->failed = 1;
+}
 
 }  // namespace tpw
 
@@ -111,18 +133,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     // And whether this rank has failed: then a peer may still be in this very block, whose candidates of this rank must stay.
     const u32 claim = static_cast<u32>(load_control(walk.mailboxes[walk.rank], TPW_CLAIM_OFFSET));
 
-    // CTA 0's last warp sends this launch's header and compares all ranks'; in the other CTAs it looks for poison.
-    if (warp == kCertifyWarps - 1) {
-        if (lane == 0) {
-            WalkExchange::start(walk, &s.control->block, &s.control->expiry);
-            s.control->failed = 0;
-            mbarrier_init(&s.control->rows_barrier, 1);
-        }
-        __syncwarp();
-        const WalkExchange exchange{walk, s.control->block, s.control->expiry};
-        const bool open = exchange.open(lane, cta, batch) && (kAgreeingRanks == 1 || exchange.compare_headers(lane, cta, batch, cta == 0));
-        if (!open && lane == 0) s.control->failed = 1;
-    }
+    if (warp == kCertifyWarps - 1) begin(p, shared_memory, batch);
 
     const int pairs = batch * walk.gamma;
     const int first_row = p.owners > 1 ? walk.rank : 0, own_rows = max(batch - first_row + p.owners - 1, 0) / p.owners;
@@ -130,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     uint4 pieces[kPieces];
     for (int item = cta + ctas * (warp - kCertifyWarps); item < pairs * p.units; item += ctas * kCertifyWarps) {
         uint4 next[kPieces];
-        if (item + ctas * kCertifyWarps < pairs * p.units) load_pieces(p, Unit(p, item + ctas * kCertifyWarps, batch), lane, next);
+        if (item + ctas * kCertifyWarps < pairs * p.units) load_pieces(p, Unit(p, item + ctas * kCertifyWarps, batch), lane, next, s.chosen(warp));
         if (item >= 0 && __all_sync(kFullWarp, claim == 0)) {
             const Unit unit(p, item, batch);
             choose(p, block, read_row(walk, unit.batch_row, 0), unit, lane, pieces, s.chosen(warp));
@@ -143,10 +154,11 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
 
     bool alive = !s.control->failed;
     uint32_t parity = 0;
+    const int members = p.team + p.helpers, items = own_rows * walk.gamma * members;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
-    for (int item = ctas - 1 - cta; item < own_rows * walk.gamma * p.team && alive; item += ctas) {
-        const u32 pair = u32(item) / u32(p.team), step = pair / u32(own_rows), row = first_row + pair % u32(own_rows) * p.owners;
-        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(p.team)).run(parity);
+    for (int item = ctas - 1 - cta; item < items && alive; item += ctas) {
+        const u32 pair = u32(item) / u32(members), step = pair / u32(own_rows), row = first_row + pair % u32(own_rows) * p.owners;
+        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(members)).run(parity);
         __syncthreads();  // the next step takes over the shared memory
     }
     if (cta != 0) return;

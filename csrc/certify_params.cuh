@@ -25,6 +25,7 @@ struct CertifyParams {
     int32_t list_words;       // of one block parity
     int32_t owners;           // ranks that deal the requests out among themselves: all, or 1, where each takes all
     int32_t team;             // CTAs that share a request's step
+    int32_t helpers;          // and those that have its second tier ready: one, where no CTA has more than one step then, or none
     int32_t shard_starts[kMaxWorld];
 };
 

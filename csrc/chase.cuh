@@ -10,7 +10,8 @@
 // A token that isn't among the likely ones, or after which the first tier doesn't decide, has no transition. The follower of its
 // step then scores the first tier after this token alone, by the same code, in all columns: a CTA runs nearly all its code but
 // once, straight from DRAM, so what counts is how much there is. As long as the best isn't above the limit of the others, the next
-// best candidates become a tier and are scored as well. Who follows the transitions beyond that step waits for its token. All
+// best candidates become a tier and are scored as well. Where CTAs are left over, a helper of each step has the second one in shared
+// memory when the follower asks for it, and tells the best of it. Who follows transitions beyond that step waits for its token. All
 // ranks do this on the same candidates, so they need no word from each other.
 #pragma once
 
@@ -34,6 +35,70 @@ __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return k
 // A call: rare, or beside loads that take longer.
 __device__ __noinline__ float exact_noise_of(const NoiseStream stream, uint32_t id) { return stream.exact(id); }
 
+// ---- the second tier -------------------------------------------------------------------------------------------------
+// Few steps need it. So all of it is calls, behind what every step runs: a jump over code is a read of DRAM more. They have no variables
+// of their caller's, which would lie in memory.
+
+// A wait of this step for another of this GPU's CTAs.
+struct StepWait {
+    const Exchange watch;
+    const Site site;
+
+    __device__ __forceinline__ StepWait(const CertifyParams& p, const ChaseSmem& s, int step, int row)
+        : watch(WalkExchange{p.walk, s.control->block, s.control->expiry}.watch()), site{TPW_WAIT_SLOT, 0, u32(step), u32(row)} {}
+};
+
+// The follower's, where a step has no transition: what the helper is to score the second tier after. By one thread.
+__device__ __forceinline__ void ask_second(const CertifyParams& p, u64 block, int step, int row, u64 token) {
+    store_word<Scope::gpu>(asking_word(p, step, row), token, header_tag(block));
+}
+
+// The helper's, as soon as it knows the block's number, by one thread: CTA 0 doesn't end the block without it. Nobody else waits for a
+// helper that isn't asked, and one that came behind the block's end would wait for the candidates of the next.
+__device__ __forceinline__ void tell_helper(const CertifyParams& p, u64 block, int step, int row) {
+    store_word<Scope::gpu>(helper_word(p, step, row), 0, header_tag(block));
+}
+
+// The helper's, by one warp: control->token is the token before, or kNoToken once the step has its token without this. False: the walk
+// has failed.
+__device__ __noinline__ bool await_asking(const CertifyParams& p, unsigned char* shared_memory, int step, int row) {
+    const ChaseSmem s(shared_memory);
+    const StepWait wait(p, s, step, row);
+    const int lane = threadIdx.x % kWarpSize;
+    const char* word = lane == 0 ? asking_word(p, step, row) : step_word(p, step, row);
+    for (u32 polls = 1;; ++polls) {
+        Word seen = {};
+        load_word_if(lane < 2, word, seen);
+        const uint32_t told = __ballot_sync(kFullWarp, seen.tag == header_tag(wait.watch.block));
+        if (told != 0) {
+            if (lane == 0) s.control->token = told & 1 ? seen.key : kNoToken;
+            return true;
+        }
+        if (polls % POLLS_PER_LOOK == 0 && __any_sync(kFullWarp, lane == 0 && hopeless(wait.watch, wait.site, header_tag(wait.watch.block), 0))) return false;
+    }
+}
+
+// The helper's, by all warps: the best of the second tier, the limit of what follows, and how many rows it had.
+__device__ __noinline__ void tell_second(const CertifyParams& p, unsigned char* shared_memory, int step, int row, int32_t threshold, int rows) {
+    const ChaseSmem s(shared_memory);
+    const int lane = threadIdx.x % kWarpSize;
+    const uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0);
+    if (threadIdx.x != 0) return;
+    store_word<Scope::gpu>(second_word(p, step, row, 0), best, header_tag(s.control->block));
+    store_word<Scope::gpu>(second_word(p, step, row, 1), static_cast<u64>(rows) << 32 | static_cast<uint32_t>(threshold), header_tag(s.control->block));
+}
+
+// The follower's, by one warp: control->token and ->next are what tell_second told. False: the walk has failed.
+__device__ __noinline__ bool await_second(const CertifyParams& p, unsigned char* shared_memory, int step, int row) {
+    const ChaseSmem s(shared_memory);
+    const StepWait wait(p, s, step, row);
+    const int lane = threadIdx.x % kWarpSize;
+    u64 key = 0;
+    const bool alive = lane >= 2 || await_word<Scope::gpu>(wait.watch, second_word(p, step, row, lane), header_tag(wait.watch.block), wait.site, key);
+    if (lane < 2) (lane == 0 ? s.control->token : s.control->next) = key;
+    return __all_sync(kFullWarp, alive);
+}
+
 struct Chase {
     const CertifyParams& p;
     const ChaseSmem& s;
@@ -46,10 +111,13 @@ struct Chase {
         : p(p), s(s), watch(watch), row(row), scoring{row.temperature, row.inverse_temperature}, batch_row(batch_row), step(step), member(member),
           thread(own_thread()), lane(thread % kWarpSize), warp(thread / kWarpSize) {}
 
-    // Of the team: who tells the next step what this one is likely to end with, and who finds this step's token. That one comes last,
-    // as it waits for all others.
+    // Of the team: who tells the next step what this one is likely to end with, and who finds this step's token. That one comes behind
+    // the others, as it waits for all of them; behind it is the helper.
     __device__ __forceinline__ bool tells() const { return member == 0; }
     __device__ __forceinline__ bool follows() const { return member == p.team - 1; }
+    // After the anchor nobody helps: there is no time for it.
+    __device__ __forceinline__ bool is_helped() const { return p.helpers > 0 && step > 0; }
+    __device__ __forceinline__ bool helps() const { return member == p.team; }
     // After the anchor comes one token, whose team has no transitions to share.
     __device__ __forceinline__ bool scores() const { return step > 0 || follows(); }
 
@@ -293,7 +361,7 @@ struct Chase {
         for (int i = 0; i < kWarpColumns; ++i) u[i].store(s.u + (warp + i * kColumnWarps) * kColumnBytes, nullptr, 0, lane);
     }
 
-    // The first tier after the tokens of all columns: s.keys of each warp, for all to read.
+    // The tier after the tokens of all columns: s.keys of each warp, for all to read.
     __device__ __forceinline__ void score_columns(int rows) const {
         uint64_t best[2 * kPartGroups] = {};  // of the lane's columns
         if (warp * kTileRows < rows) {
@@ -424,23 +492,46 @@ struct Chase {
     __device__ __forceinline__ bool run(uint32_t& parity) const {
         if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
-        // After the likely tokens first; and where that is no answer, after the one token, in every column.
-        bool known = step == 0;
+        if (helps() && thread == 0) tell_helper(p, watch.block, step, batch_row);
+        bool known = step == 0;  // the token before; until then the first tier is scored after the likely ones
         u64 token = row.previous;
         uint32_t before;
         float bound = 0.0f;
         uint64_t best = 0;
         int32_t threshold;
-        int taken = 0;  // candidates that have been scored
-        while (true) {  // a tier
+        int taken = 0;  // candidates that have been scored, or are the follower's
+        bool decided = false;
+        while (!decided) {  // a tier
             Parts parts[kThreadWords];  // gathered anew for a later tier, as there are few: most have use for the registers
             int32_t upper, left_out;
             if (!gather(parts, upper, left_out)) return false;
             if (taken > 0) upper = threshold;
             threshold = threshold_of(parts, left_out, upper, taken);
-            const int rows = load_tier(parts, threshold, upper, taken == 0);
+            int rows = load_tier(parts, threshold, upper, taken == 0);
             if (!scores()) return true;
             bool alive = true, waits = true;
+            const auto await_rows = [&]() {  // even if the walk has failed: the copies must end before the CTA does
+                if (!waits) return;
+                mbarrier_wait(&s.control->rows_barrier, parity);
+                parity ^= 1;
+                waits = false;
+            };
+            if (helps()) {
+                if (taken == 0) {  // the first tier, to know what comes next
+                    await_rows();
+                    __syncthreads();
+                    if (rows == 0 || threshold <= left_out) return true;  // the follower goes no further, either
+                    taken = rows;
+                    continue;
+                }
+                alive = !__syncthreads_or(warp == 0 && !await_asking(p, s.rows, step, batch_row));
+                token = s.control->token;
+                if (!alive || token == kNoToken) {
+                    await_rows();
+                    return alive;
+                }
+                known = true;
+            }
             while (true) {
                 if (!known) {
                     if (warp < kColumnWarps) alive = await_likely(before);
@@ -450,11 +541,7 @@ struct Chase {
                     bound = __ldg(p.bounds + clamped(p.walk, static_cast<int64_t>(token)));
                 }
                 load_columns(before);
-                if (waits) {  // even if the walk has failed: the copies must end before the CTA does
-                    mbarrier_wait(&s.control->rows_barrier, parity);
-                    parity ^= 1;
-                    waits = false;
-                }
+                await_rows();
                 if (__syncthreads_or(!alive)) return false;
                 score_columns(rows);
                 if (known) break;
@@ -467,11 +554,24 @@ struct Chase {
                     return true;
                 }
                 known = true;
+                if (is_helped() && thread == 0) ask_second(p, watch.block, step, batch_row, token);
             }
+            if (helps()) {
+                tell_second(p, s.rows, step, batch_row, threshold, rows);
+                return true;
+            }
+            const bool was_first = taken == 0;
             taken += rows;
             best = max(best, warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0));
-            // No rows: more than a tier has room for are equal.
-            if (rows == 0 || threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound))) break;
+            for (bool asks = is_helped() && was_first;; asks = false) {
+                // No rows: more than a tier has room for are equal.
+                decided = rows == 0 || threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
+                if (decided || !asks) break;
+                if (__syncthreads_or(warp == 0 && !await_second(p, s.rows, step, batch_row))) return false;
+                best = max(best, s.control->token);
+                threshold = static_cast<int32_t>(s.control->next), rows = static_cast<int>(s.control->next >> 32);
+                taken += rows;
+            }
         }
         const bool certified = is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
         finish(certified ? static_cast<u64>(target(key_id(best))) : kFailed | u64(step), taken);

@@ -1,7 +1,9 @@
 // What the CTAs of the chase (chase.cuh) keep in shared memory, and the words through which those of a GPU tell each other.
 //
-// The words of a step: its token, the tokens that it is likely to end with, and its transitions. All are written in every block, in no
-// order that matters, and read in the same launch. The token comes from the rank that has the request, the others are the rank's own. A
+// The words of a step: its token, the tokens that it is likely to end with, its transitions, and those of its helper: the best of the
+// second tier and what it leaves, what the tier is to be scored after, and that the helper is there. What is asked and answered is
+// written where a step that is helped has no transition, all others in every block, in no order that matters, and read in the same
+// launch. The token comes from the rank that has the request, the others are the rank's own. A
 // rank tells no token of a block before it has every rank's candidates, so not before all have finished the block before.
 #pragma once
 
@@ -37,7 +39,7 @@ constexpr uint32_t kNoToken = 0xffffffffu, kNobody = 0xfffffffeu;
 
 struct ChaseControl {
     uint64_t block, expiry;
-    uint64_t token, next;  // of follow()
+    uint64_t token, next;  // of follow(), await_asking() and await_second()
     uint64_t rows_barrier;  // a phase for the rows of each tier
     unsigned long long hash;  // of the last tokens
     int32_t largest[kCertifyWarps];
@@ -85,6 +87,9 @@ __device__ __forceinline__ char* step_word_of(const CertifyParams& p, int rank, 
 __device__ __forceinline__ char* step_word(const CertifyParams& p, int step, int row) { return step_word_of(p, p.walk.rank, step, row); }
 __device__ __forceinline__ char* likely_word(const CertifyParams& p, int step, int row, int i) { return step_word(p, step, row) + (1 + i) * TPW_WORD_BYTES; }
 __device__ __forceinline__ char* transition_word(const CertifyParams& p, int step, int row, int i) { return likely_word(p, step, row, kLikely + i); }
-static_assert(TPW_STEP_WORDS == 1 + 2 * kLikely, "certified.STEP_WORDS");
+__device__ __forceinline__ char* second_word(const CertifyParams& p, int step, int row, int i) { return likely_word(p, step, row, 2 * kLikely + i); }
+__device__ __forceinline__ char* asking_word(const CertifyParams& p, int step, int row) { return second_word(p, step, row, 2); }
+__device__ __forceinline__ char* helper_word(const CertifyParams& p, int step, int row) { return second_word(p, step, row, 3); }
+static_assert(TPW_STEP_WORDS == 5 + 2 * kLikely, "certified.STEP_WORDS");
 
 }  // namespace tpw

@@ -23,6 +23,7 @@ import torch
 from certified_blocks import PACKED, unpack
 
 from tp_walk.bench import numbers
+from tp_walk.config import LogitsMode
 from tp_walk.errors import PlanUnavailableError
 from tp_walk.group import WalkGroup
 from tp_walk.kernels import THREADS
@@ -37,6 +38,12 @@ from tp_walk.workload import Layout, Ranks, Walk
 RESULT = Path(__file__).parent / "results" / "certified_speed.json"
 PLANS = ("certified", "tp_bf16", "int8")
 TORCH, EMPTY = "torch", "empty"
+# Name: whether requests are sampled, and the logits that are wanted.
+MODES: dict[str, tuple[bool, LogitsMode]] = {
+    "greedy": (False, "none"),
+    "T = 1": (True, "none"),
+    "T = 1, local logits": (True, "local"),
+}
 SHOWN = {"certified": "certified", "tp_bf16": "tp_bf16", "int8": "int8", TORCH: "torch", EMPTY: "empty launch"}
 
 
@@ -47,6 +54,7 @@ class Options:
     packed: Path
     batches: tuple[int, ...]
     gammas: tuple[int, ...]
+    modes: tuple[str, ...]
     iterations: int
     budget_s: float
     out: Path
@@ -62,15 +70,19 @@ class Bench:
             TextWorkload(blocks, [*PLANS], max_batch=max_batch, max_gamma=gamma, ranks=ranks)
         )
 
-    def check(self, sampled: bool, batch: int) -> None:
+    def check(self, mode: str, batch: int) -> None:
         """Raises WalkError unless certified drafts every block as tp_bf16 does."""
-        self._text.prepare(Walk(batch, self._gamma, sampled, layout=self._layout))
+        self._prepare(mode, batch)
         self._text.check(*PLANS[:2], self._text.num_blocks)
 
-    def measure(self, timer: BlockTimer, batch: int, sampled: bool, iterations: int) -> dict[str, Any]:
+    def _prepare(self, mode: str, batch: int) -> None:
+        sampled, logits = MODES[mode]
+        self._text.prepare(Walk(batch, self._gamma, sampled, logits, self._layout))
+
+    def measure(self, timer: BlockTimer, batch: int, mode: str, iterations: int) -> dict[str, Any]:
         """A row's times, in µs, and counts of plan certified."""
         text = self._text
-        text.prepare(Walk(batch, self._gamma, sampled, layout=self._layout))
+        self._prepare(mode, batch)
         candidates: dict[str, Callable[[], object]] = {plan: text.captured(plan) for plan in PLANS}
         candidates[TORCH] = self._captured_rival()
         candidates[EMPTY] = timer.empty_graph(THREADS)
@@ -85,8 +97,9 @@ class Bench:
             row[f"{name}_mean_us"] = float(slowest.mean())
             row[f"{name}_us"], row[f"{name}_p99_us"] = (float(q) for q in np.percentile(slowest, [50, 99]))
             row[f"{name}_text"] = " / ".join(f"{row[f'{name}{q}_us']:.1f}" for q in ("_mean", "", "_p99"))
-        row["blocks_percent"] = 100 * counts["certified_blocks"] / counts["blocks"]
-        row["scored"] = counts["candidates_scored"] / counts["steps"]
+        # None where walks want logits: those are the dense walk's.
+        row["blocks_percent"] = 100 * counts["certified_blocks"] / counts["blocks"] if counts["blocks"] else None
+        row["scored"] = counts["candidates_scored"] / counts["steps"] if counts["steps"] else None
         row["speedup"] = row["tp_bf16_mean_us"] / row["certified_mean_us"]
         return row
 
@@ -136,23 +149,19 @@ def run(options: Options) -> ResultTable:
         for gamma in options.gammas:
             with ExitStack() as of_gamma:
                 bench = Bench(of_gamma, blocks, gamma, max(options.batches), ranks)
-                for sampled in (False, True):
-                    bench.check(sampled, max(options.batches))
+                for mode in options.modes:
+                    bench.check(mode, max(options.batches))
                     for batch in options.batches:
                         if group.all_gather_object(time.monotonic() - started > options.budget_s)[0]:
                             return table
                         iterations = max(200, min(options.iterations, len(blocks.anchors) // batch))
-                        row = bench.measure(timer, batch, sampled, iterations)
-                        mode = "T = 1" if sampled else "greedy"
+                        row = bench.measure(timer, batch, mode, iterations)
                         size = {"world_size": group.world_size, "gamma": gamma, "batch": batch, "mode": mode}
                         rows.append(size | row)
                         if group.rank == 0:
                             table.write(options.out)
                             times = ", ".join(f"{title} {row[f'{name}_text']}" for name, title in SHOWN.items())
-                            shares = (
-                                f"{row['blocks_percent']:.2f} % of blocks certified, {row['scored']:.0f} rows a step"
-                            )
-                            click.echo(f"{size}: {times}; {shares}")
+                            click.echo(f"{size}: {times}; {row['counts']}")
     return table
 
 
@@ -161,6 +170,15 @@ def run(options: Options) -> ResultTable:
 @click.option("--packed", default=PACKED, type=click.Path(path_type=Path), help="File of certified_blocks.py.")
 @click.option("--batches", callback=numbers, default="1,8,64", show_default=True)
 @click.option("--gamma", callback=numbers, default="7,16", show_default=True)
+@click.option(
+    "--mode",
+    "modes",
+    type=click.Choice([*MODES]),
+    multiple=True,
+    default=[*MODES],
+    show_default=True,
+    help="Again for more.",
+)
 @click.option("--iterations", default=2048, show_default=True, type=click.IntRange(1), help="Most, of batch 1.")
 @click.option("--budget-seconds", default=240.0, show_default=True, help="Begin no size after that.")
 @click.option("--out", default=RESULT, type=click.Path(path_type=Path), help="File to write.")
@@ -169,13 +187,14 @@ def main(
     packed: Path,
     batches: tuple[int, ...],
     gamma: tuple[int, ...],
+    modes: tuple[str, ...],
     iterations: int,
     budget_seconds: float,
     out: Path,
 ) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("this times GPUs, and torch finds no CUDA device here")
-    options = Options(packed, batches, gamma, iterations, budget_seconds, out)
+    options = Options(packed, batches, gamma, modes, iterations, budget_seconds, out)
     try:
         (table, *_) = run_ranks(nproc, run, options)
     except PlanUnavailableError as error:

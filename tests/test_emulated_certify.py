@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import emulated
 import pytest
@@ -64,31 +66,45 @@ class Rank:
 class World:
     """Ranks that share this process's memory, and do what CertifiedExecutor does."""
 
-    def __init__(self, head: tp_walk.MarkovHead, world: int, rounding: Rounding, sampled: bool, folder: Path) -> None:
+    def __init__(
+        self,
+        head: tp_walk.MarkovHead,
+        world: int,
+        rounding: Rounding,
+        sampled: bool,
+        folder: Path,
+        batch: int = BATCH,
+        grid: int = GRID,
+        teams: Sequence[int] = (
+            2,
+            1,
+        ),  # in turn alone, and with another CTA; and all requests on all ranks, and dealt out
+        helpers: int = 0,
+    ) -> None:
         self.shards = shard_bounds(head.vocab_size, world)
         self._rounding, self._folder, self._d2t = rounding, folder, head.d2t
-        self._team = 1
+        self._teams, self._team, self._helpers = itertools.cycle(teams), 1, helpers
         self._w1, self._w2 = head.w1.contiguous(), head.w2_rows(0, head.vocab_size).contiguous()
         self._bounds = bias_bound(self._w1.float() @ self._w2.float().T)
         widths = [shard.width for shard in self.shards]
-        shape = {"markov_rank": head.markov_rank, "max_batch": BATCH, "rounding": rounding}
+        shape = {"markov_rank": head.markov_rank, "max_batch": batch, "rounding": rounding}
         limits = {"shared_limit": HOPPER.shared_limit}
         base_fp32 = rounding == "none" and sampled
         self._certify = next(
             one
-            for one in certified.certify_specialisations(widths=widths, num_sms=GRID, **shape, **limits)
+            for one in certified.certify_specialisations(widths=widths, num_sms=grid, **shape, **limits)
             if (one.base_fp32, one.sampled) == (base_fp32, sampled)
         )
         self._walk = next(
             one
             for one in kernels.specialisations(
-                int8=False, rows=max(widths), world_size=world, num_sms=GRID, **shape, **limits
+                int8=False, rows=max(widths), world_size=world, num_sms=grid, **shape, **limits
             )
-            if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none") and one.serves >= BATCH
+            if (one.base_fp32, one.sampled, one.logits) == (base_fp32, sampled, "none") and one.serves >= batch
         )
-        self._list_words = BATCH * GAMMA * world * self._certify.units * self._certify.unit_words
-        num_bytes = MailboxLayout(world, BATCH, GRID).num_bytes
-        list_bytes = (2 * self._list_words + BATCH * GAMMA * certified.STEP_WORDS) * WORD_BYTES
+        self._list_words = batch * GAMMA * world * self._certify.units * self._certify.unit_words
+        num_bytes = MailboxLayout(world, batch, grid).num_bytes
+        list_bytes = (2 * self._list_words + batch * GAMMA * certified.STEP_WORDS) * WORD_BYTES
         self.ranks = [Rank(zeros(num_bytes), zeros(num_bytes), zeros(list_bytes)) for _ in range(world)]
         for rank in self.ranks:
             rank.mailbox[:2] = rank.walk_mailbox[:2] = 1  # the block to come, and the first
@@ -120,9 +136,11 @@ class World:
             given.append(
                 WalkInputs(base, True, anchors, temperatures, noise, num_valid, "none", "all", tokens, None, None)
             )
-        self._team = 3 - self._team  # in turn alone, and with another CTA; and all requests on all ranks, and dealt out
+        self._team = next(self._teams)
         params = [self._certify_params(rank, inputs) for rank, inputs in enumerate(given)]
-        run_kernel("certify", self._certify.macros, params, GRID, self._certify.shared_bytes, self._folder)
+        run_kernel(
+            "certify", self._certify.macros, params, self._certify.grid, self._certify.shared_bytes, self._folder
+        )
         return given
 
     def _common(self, rank: int, inputs: WalkInputs, plan: str) -> kernels.WalkParams:
@@ -149,7 +167,9 @@ class World:
         p.steps_offset = 2 * self._list_words * WORD_BYTES
         p.fallback, p.offsets, p.counts = mine.left.data_ptr(), mine.offsets.data_ptr(), mine.counts.data_ptr()
         p.units, p.list_words = self._certify.units, self._list_words
-        p.owners, p.team = len(self.ranks) if self._team > 1 else 1, self._team
+        p.team, p.helpers = self._team, self._helpers
+        # As by `shares`: where CTAs are left over, each rank takes all requests.
+        p.owners = len(self.ranks) if self._team > 1 and self._helpers == 0 else 1
         return p
 
     def _walk_params(self, rank: int, inputs: WalkInputs) -> kernels.WalkParams:
@@ -170,17 +190,19 @@ def check(
     rounding: Rounding = "engine",
     draft: bool = False,
     valid: int = BATCH,
+    batch: int = BATCH,
+    **how: Any,
 ) -> dict[str, int]:
     """Three blocks against the definition, all ranks. The counts of rank 0."""
     torch.manual_seed(1)
     w1, w2 = (torch.randint(-4, 5, (vocab_size, 256)).float() / 32 for _ in range(2))
-    base = torch.randn(BATCH, GAMMA, vocab_size) * 8
+    base = torch.randn(batch, GAMMA, vocab_size) * 8
     spoil(base, w1, w2)
     head = tp_walk.MarkovHead(w1.bfloat16(), w2.bfloat16(), torch.randperm(vocab_size) if draft else None)
-    temperatures = TEMPERATURES if sampled else None
-    ranks = World(head, world, rounding, sampled, folder)
-    anchors, num_valid = torch.randint(vocab_size, (BATCH,)), torch.tensor(valid, dtype=torch.int32)
-    with tp_walk.WalkRuntime(head, BATCH, GAMMA, rounding, device="cpu", plans=["reference"]) as runtime:
+    temperatures = TEMPERATURES[:batch] if sampled else None
+    ranks = World(head, world, rounding, sampled, folder, batch, **how)
+    anchors, num_valid = torch.randint(vocab_size, (batch,)), torch.tensor(valid, dtype=torch.int32)
+    with tp_walk.WalkRuntime(head, batch, GAMMA, rounding, device="cpu", plans=["reference"]) as runtime:
         for block in range(3):
             noise = Noise(11, FIRST_OFFSET + block) if sampled else None
             right = runtime.walk(base.bfloat16(), anchors, temperatures, noise).tokens
@@ -246,6 +268,53 @@ def test_a_launch_after_a_failure_leaves_candidates_alone(folder: Path) -> None:
     for inputs in ranks.certify(-base, anchors, None, valid):
         assert torch.equal(inputs.tokens, anchors[:, None].expand(BATCH, GAMMA))
     assert all(torch.equal(rank.lists, lists) for rank, lists in zip(ranks.ranks, before, strict=True))
+
+
+ONE_REQUEST = {"vocab_size": 3000, "valid": 1, "batch": 1, "grid": 3 * GAMMA}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_second_tier_is_another_ctas(sampled: bool, world: int, folder: Path) -> None:
+    """Where each CTA has one step; the same is scored and certified as by a single CTA a step."""
+
+    def doubtful(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        base.div_(8)
+        w1.mul_(16 if sampled else 8)
+
+    one, helped = (
+        check(doubtful, world, sampled, folder, **ONE_REQUEST, teams=(team,), helpers=helpers)
+        for team, helpers in ((1, 0), (2, 1))
+    )
+    assert helped == one
+    assert helped["certified_steps"] > 0
+    assert helped["fallbacks"] > 0, "no step takes all tiers"
+
+
+def test_a_helper_ends_where_there_is_no_tier(folder: Path) -> None:
+    """All scores of a step are equal, so that nothing is above what was left out: neither of them has rows to score."""
+
+    def equal(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        base.fill_(1.0)
+
+    counts = check(equal, 1, False, folder, **ONE_REQUEST, teams=(2,), helpers=1)
+    assert counts["candidates_scored"] == counts["certified_steps"] == 0
+
+
+def test_a_late_helper_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CTA has nothing to choose and comes when all else is done. Behind the block's end it would find the number of
+    the next one, and wait for that one's candidates.
+    """
+    place = "    if (warp == kCertifyWarps - 1) begin("
+    late = (
+        "    const bool is_helper = (gridDim.x - 1 - blockIdx.x) % 3 == 2 && int(blockIdx.x) >= walk.gamma * p.units;\n"
+        "    for (int i = 0; is_helper && i < 20000; ++i) let_others_run();\n"
+    )
+    assert place in (jit.csrc_dir() / "certify.cu").read_text()
+    monkeypatch.setattr(emulated, "translated", lambda source: translated(source.replace(place, late + place)))
+    few = ONE_REQUEST | {"vocab_size": 700}
+    counts = check(as_they_come, 1, False, tmp_path, **few, teams=(2,), helpers=1)
+    assert counts["certified_steps"] > 0
 
 
 def test_a_vocabulary_that_the_lists_hold(folder: Path) -> None:

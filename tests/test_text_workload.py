@@ -13,6 +13,7 @@ from tp_walk.blind_base import BlindBase, BlindBaseFit
 from tp_walk.crossover import Request, measure
 from tp_walk.errors import WalkError, WalkInputError
 from tp_walk.head import MarkovHead
+from tp_walk.plan import WalkOutput
 from tp_walk.shard import Shard
 from tp_walk.text_workload import TextBlocks, TextWorkload
 from tp_walk.workload import Ranks, Walk
@@ -95,12 +96,14 @@ def test_each_iteration_walks_other_blocks(blocks: TextBlocks, sampled: bool) ->
         workload.check("reference", "reference", 9)
 
 
-def test_plans_that_differ_are_noticed(blocks: TextBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["tokens", "logits"])
+def test_plans_that_differ_are_noticed(what: str, blocks: TextBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     with TextWorkload(blocks, ["reference"], max_batch=2, max_gamma=GAMMA, ranks=Ranks(CPU)) as workload:
         workload.prepare(Walk(2, GAMMA, layout="full"))
-        drafts = iter([torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.ones(2)])
+        same = WalkOutput(torch.zeros(2), torch.zeros(2))
+        drafts = iter([same, same, same, same._replace(**{what: torch.ones(2)})])
         monkeypatch.setattr(workload, "_draft", lambda *_: next(drafts))
-        with pytest.raises(WalkError, match="certified and tp_bf16 draft different tokens in batch 1"):
+        with pytest.raises(WalkError, match=rf"certified and tp_bf16 (draft|find) different {what} in batch 1"):
             workload.check("certified", "tp_bf16", 3)
 
 

@@ -33,7 +33,9 @@ CHUNK_IDS = 16
 CHASE_CONTROL_BYTES = 576
 # Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and by one CTA.
 LIKELY, PART = 256, 16
-STEP_WORDS = 1 + 2 * LIKELY  # of a request's step: its token, the likely ones, what follows those of the step before
+# Of a request's step: token, likely ones, what follows those before, and four of its helper.
+STEP_WORDS = 5 + 2 * LIKELY
+HELPED_CTAS = 6  # for a step: where there are as many, one has its second tier ready
 ENOUGH_CTAS = 4  # for a step: where there would be fewer, the ranks deal the requests out among themselves
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
@@ -65,6 +67,7 @@ class CertifyParams(ctypes.Structure):
         ("list_words", _I32),
         ("owners", _I32),
         ("team", _I32),
+        ("helpers", _I32),
         ("shard_starts", _I32 * MAX_WORLD_SIZE),
     ]
 
@@ -167,20 +170,24 @@ def shared_bytes(tier: int, markov_rank: int) -> int:
     return rows + CHASE_CONTROL_BYTES + WARPS * (PART + LIKELY) * 8 + tier * 20
 
 
-def shares(batch: int, gamma: int, world_size: int, kernel: CertifySpecialisation) -> tuple[int, int]:
+def shares(batch: int, gamma: int, world_size: int, kernel: CertifySpecialisation) -> tuple[int, int, int]:
     """How the work of a walk is shared out: ranks that deal the requests out among themselves (all, or 1: each takes
-    all), and CTAs that share a request's step, each with PART of its likely tokens.
+    all), CTAs that share a request's step, each with PART of its likely tokens, and those that have its second tier
+    ready, one or none.
 
     Dealt out, a rank has fewer steps, and candidates go to one rank instead of all; in exchange tokens have to come
     back, which takes a hop. So it is done where one rank's CTAs would be short of a few for each step.
 
     A token without a transition costs 4 µs. On held-out text 1.0 tokens of a greedy block of 7 steps aren't among the
     best 32 by base logits, 0.4 not among 64, 0.15 not among 128, 0.01 not among 256. More than one part a CTA costs as
-    much as it brings.
+    much as it brings. One that the first tier doesn't decide took 10: with a helper a greedy block of 7 steps took
+    26.1 µs instead of 27.7, at most 48 instead of 62 in 99 of 100 blocks, and one of 16 36.9 instead of 40.1 (means,
+    one request on one H200), though 16 steps leave 7 CTAs a step for the likely tokens instead of 8.
     """
     owners = world_size if batch >= world_size and batch * gamma * ENOUGH_CTAS > kernel.grid else 1
-    pairs = -(-batch // owners) * gamma
-    return owners, max(1, min(kernel.tier // PART, kernel.grid // pairs))
+    ctas = kernel.grid // (-(-batch // owners) * gamma)
+    helpers = int(ctas >= HELPED_CTAS)
+    return owners, max(1, min(kernel.tier // PART, ctas - helpers)), helpers
 
 
 def bound_macros(markov_rank: int) -> dict[str, int]:
@@ -341,7 +348,7 @@ class CertifiedExecutor:
         launches = self._launches[base.dtype == torch.float32, sampled]
         chosen, launch = next(pair for pair in launches if pair[0].max_batch >= base.shape[0])
         p.units = chosen.units
-        p.owners, p.team = shares(base.shape[0], base.shape[1], self._context.shape.world_size, chosen)
+        p.owners, p.team, p.helpers = shares(base.shape[0], base.shape[1], self._context.shape.world_size, chosen)
         describe_walk(p.walk, inputs, self.name, self._context.rounding)
         point_at_base(p.walk, base, inputs.base_is_full)
         stream = torch.cuda.current_stream(self._context.device)

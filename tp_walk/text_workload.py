@@ -134,7 +134,9 @@ class TextWorkload:
     def captured(self, plan: str) -> Callable[[], object]:
         """The prepared walk by a plan, as a CUDA graph; on the CPU as it is."""
         offset = torch.zeros(1, dtype=torch.int64, device=self._device)
-        out = WalkOutput(torch.empty(self._walk.batch, self._walk.gamma, dtype=torch.int64, device=self._device))
+        first = self._draft(plan, offset, None)
+        logits = None if first.logits is None else torch.empty_like(first.logits)
+        out = WalkOutput(torch.empty_like(first.tokens), logits)
 
         def walk() -> None:
             self._draft(plan, offset, out)
@@ -143,12 +145,16 @@ class TextWorkload:
         return CapturedWork(walk) if self._device.type == "cuda" else walk
 
     def check(self, plan: str, other: str, batches: int) -> None:
-        """Raises WalkError unless two plans draft the same tokens, in so many batches of the prepared walk."""
+        """Raises WalkError unless two plans draft the same tokens in so many batches of the prepared walk, and find the
+        same logits where it wants any.
+        """
         for iteration in range(min(batches, len(self._picks))):
             self.bring(iteration)
-            drafts = [self._draft(name, iteration, None) for name in (plan, other)]
-            if not torch.equal(*drafts):
+            one, two = (self._draft(name, iteration, None) for name in (plan, other))
+            if not torch.equal(one.tokens, two.tokens):
                 raise WalkError(f"plans {plan} and {other} draft different tokens in batch {iteration} of the text")
+            if one.logits is not None and two.logits is not None and not torch.equal(one.logits, two.logits):
+                raise WalkError(f"plans {plan} and {other} find different logits in batch {iteration} of the text")
 
     def close(self) -> None:
         self.runtime.close()
@@ -161,9 +167,10 @@ class TextWorkload:
     ) -> None:
         self.close()
 
-    def _draft(self, plan: str, offset: torch.Tensor | int, out: WalkOutput | None) -> torch.Tensor:
+    def _draft(self, plan: str, offset: torch.Tensor | int, out: WalkOutput | None) -> WalkOutput:
         noise = None if self.temperatures is None else Noise(_NOISE_KEY, offset)
-        return self.runtime.walk(self.base, self.anchors, self.temperatures, noise, plan, out=out).tokens
+        logits = self._walk.logits
+        return self.runtime.walk(self.base, self.anchors, self.temperatures, noise, plan, logits=logits, out=out)
 
     def _columns(self, base: torch.Tensor) -> torch.Tensor:
         if self._walk.layout == "full":

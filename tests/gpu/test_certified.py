@@ -39,8 +39,11 @@ def check_same(runtime: WalkRuntime, base: torch.Tensor, anchors: torch.Tensor, 
     own = base[..., runtime.shard.start : runtime.shard.stop].contiguous()
     for drawn, given in itertools.product((False, True), (base, own)):
         arguments = (given, anchors, temperatures, Noise(7, 2)) if drawn else (given, anchors)
-        right = runtime.walk(*arguments, plan="tp_bf16").tokens
-        assert_same(runtime.walk(*arguments, plan="certified").tokens, right, (what, drawn))
+        right = runtime.walk(*arguments, plan="tp_bf16", logits="local")
+        assert_same(runtime.walk(*arguments, plan="certified").tokens, right.tokens, (what, drawn))
+        found = runtime.walk(*arguments, plan="certified", logits="local")
+        assert_same(found.tokens, right.tokens, (what, drawn, "with logits"))
+        assert_same(found.logits, right.logits, (what, drawn, "logits"))
     runtime.check()
 
 

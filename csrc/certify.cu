@@ -111,6 +111,7 @@ __device__ __noinline__ void begin(const CertifyParams& p, unsigned char* shared
     if (lane == 0) {
         WalkExchange::start(p.walk, &s.control->block, &s.control->expiry);
         s.control->failed = 0;
+        s.control->phase = 0;
         mbarrier_init(&s.control->rows_barrier, 1);
     }
     __syncwarp();
@@ -153,12 +154,11 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const WalkExchange exchange{walk, s.control->block, s.control->expiry};
 
     bool alive = !s.control->failed;
-    uint32_t parity = 0;
     const int members = p.team + p.helpers, items = own_rows * walk.gamma * members;
     // From the last CTA on: CTA 0, which waited for headers, comes late to its steps.
     for (int item = ctas - 1 - cta; item < items && alive; item += ctas) {
         const u32 pair = u32(item) / u32(members), step = pair / u32(own_rows), row = first_row + pair % u32(own_rows) * p.owners;
-        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(members)).run(parity);
+        alive = Chase(p, s, exchange.watch(), read_row(walk, row, 0), row, step, u32(item) % u32(members)).run();
         __syncthreads();  // the next step takes over the shared memory
     }
     if (cta != 0) return;

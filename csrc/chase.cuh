@@ -15,8 +15,7 @@
 // ranks do this on the same candidates, so they need no word from each other.
 #pragma once
 
-#include "chase_memory.cuh"
-#include "exchange.cuh"
+#include "second_tier.cuh"
 
 namespace tpw {
 
@@ -34,70 +33,6 @@ __device__ __forceinline__ bool is_above(uint64_t key, int32_t limit) { return k
 
 // A call: rare, or beside loads that take longer.
 __device__ __noinline__ float exact_noise_of(const NoiseStream stream, uint32_t id) { return stream.exact(id); }
-
-// ---- the second tier -------------------------------------------------------------------------------------------------
-// Few steps need it. So all of it is calls, behind what every step runs: a jump over code is a read of DRAM more. They have no variables
-// of their caller's, which would lie in memory.
-
-// A wait of this step for another of this GPU's CTAs.
-struct StepWait {
-    const Exchange watch;
-    const Site site;
-
-    __device__ __forceinline__ StepWait(const CertifyParams& p, const ChaseSmem& s, int step, int row)
-        : watch(WalkExchange{p.walk, s.control->block, s.control->expiry}.watch()), site{TPW_WAIT_SLOT, 0, u32(step), u32(row)} {}
-};
-
-// The follower's, where a step has no transition: what the helper is to score the second tier after. By one thread.
-__device__ __forceinline__ void ask_second(const CertifyParams& p, u64 block, int step, int row, u64 token) {
-    store_word<Scope::gpu>(asking_word(p, step, row), token, header_tag(block));
-}
-
-// The helper's, as soon as it knows the block's number, by one thread: CTA 0 doesn't end the block without it. Nobody else waits for a
-// helper that isn't asked, and one that came behind the block's end would wait for the candidates of the next.
-__device__ __forceinline__ void tell_helper(const CertifyParams& p, u64 block, int step, int row) {
-    store_word<Scope::gpu>(helper_word(p, step, row), 0, header_tag(block));
-}
-
-// The helper's, by one warp: control->token is the token before, or kNoToken once the step has its token without this. False: the walk
-// has failed.
-__device__ __noinline__ bool await_asking(const CertifyParams& p, unsigned char* shared_memory, int step, int row) {
-    const ChaseSmem s(shared_memory);
-    const StepWait wait(p, s, step, row);
-    const int lane = threadIdx.x % kWarpSize;
-    const char* word = lane == 0 ? asking_word(p, step, row) : step_word(p, step, row);
-    for (u32 polls = 1;; ++polls) {
-        Word seen = {};
-        load_word_if(lane < 2, word, seen);
-        const uint32_t told = __ballot_sync(kFullWarp, seen.tag == header_tag(wait.watch.block));
-        if (told != 0) {
-            if (lane == 0) s.control->token = told & 1 ? seen.key : kNoToken;
-            return true;
-        }
-        if (polls % POLLS_PER_LOOK == 0 && __any_sync(kFullWarp, lane == 0 && hopeless(wait.watch, wait.site, header_tag(wait.watch.block), 0))) return false;
-    }
-}
-
-// The helper's, by all warps: the best of the second tier, the limit of what follows, and how many rows it had.
-__device__ __noinline__ void tell_second(const CertifyParams& p, unsigned char* shared_memory, int step, int row, int32_t threshold, int rows) {
-    const ChaseSmem s(shared_memory);
-    const int lane = threadIdx.x % kWarpSize;
-    const uint64_t best = warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0);
-    if (threadIdx.x != 0) return;
-    store_word<Scope::gpu>(second_word(p, step, row, 0), best, header_tag(s.control->block));
-    store_word<Scope::gpu>(second_word(p, step, row, 1), static_cast<u64>(rows) << 32 | static_cast<uint32_t>(threshold), header_tag(s.control->block));
-}
-
-// The follower's, by one warp: control->token and ->next are what tell_second told. False: the walk has failed.
-__device__ __noinline__ bool await_second(const CertifyParams& p, unsigned char* shared_memory, int step, int row) {
-    const ChaseSmem s(shared_memory);
-    const StepWait wait(p, s, step, row);
-    const int lane = threadIdx.x % kWarpSize;
-    u64 key = 0;
-    const bool alive = lane >= 2 || await_word<Scope::gpu>(wait.watch, second_word(p, step, row, lane), header_tag(wait.watch.block), wait.site, key);
-    if (lane < 2) (lane == 0 ? s.control->token : s.control->next) = key;
-    return __all_sync(kFullWarp, alive);
-}
 
 struct Chase {
     const CertifyParams& p;
@@ -143,10 +78,9 @@ struct Chase {
         return parts;
     }
 
-    // The words of all ranks, which each thread keeps in its registers. False when the walk has failed. `left_out`: of the largest
-    // that any unit left out.
-    __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest, int32_t& left_out) const {
-        if (thread == 0) s.control->rows = 0;
+    // The words of all ranks, which each thread keeps in its registers. False when the walk has failed.
+    __device__ __forceinline__ bool gather(Parts (&parts)[kThreadWords], int32_t& largest) const {
+        if (thread == 0) s.control->rows = 0, s.control->phase ^= scores();
         const char* first = list() + thread * TPW_WORD_BYTES;
         Word word[kThreadWords] = {};
         uint32_t missing = 0;
@@ -179,8 +113,12 @@ struct Chase {
         if (lane == 0) s.control->largest[warp] = best, s.control->left_out[warp] = most;
         if (__syncthreads_or(!alive)) return false;
         largest = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->largest[lane] : kNothing) | kOrderMask;
-        left_out = __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->left_out[lane] : kNothing) | kOrderMask;
         return true;
+    }
+
+    // The largest that any unit left out, once the words are gathered.
+    __device__ __forceinline__ int32_t left_out() const {
+        return __reduce_max_sync(kFullWarp, lane < kCertifyWarps ? s.control->left_out[lane] : kNothing) | kOrderMask;
     }
 
     __device__ __forceinline__ int count_above(const Parts (&parts)[kThreadWords], int32_t threshold) const {
@@ -488,8 +426,8 @@ struct Chase {
         return __all_sync(kFullWarp, alive);
     }
 
-    // True unless the walk has failed. parity: of the rows' barrier.
-    __device__ __forceinline__ bool run(uint32_t& parity) const {
+    // True unless the walk has failed.
+    __device__ __forceinline__ bool run() const {
         if (!scores() && !(tells() && p.walk.gamma > 1)) return true;
         if (step == 0 && thread == 0) prefetch_token(row.previous);
         if (helps() && thread == 0) tell_helper(p, watch.block, step, batch_row);
@@ -503,33 +441,27 @@ struct Chase {
         bool decided = false;
         while (!decided) {  // a tier
             Parts parts[kThreadWords];  // gathered anew for a later tier, as there are few: most have use for the registers
-            int32_t upper, left_out;
-            if (!gather(parts, upper, left_out)) return false;
+            int32_t upper;
+            if (!gather(parts, upper)) return false;
             if (taken > 0) upper = threshold;
-            threshold = threshold_of(parts, left_out, upper, taken);
+            threshold = threshold_of(parts, left_out(), upper, taken);
             int rows = load_tier(parts, threshold, upper, taken == 0);
             if (!scores()) return true;
-            bool alive = true, waits = true;
-            const auto await_rows = [&]() {  // even if the walk has failed: the copies must end before the CTA does
-                if (!waits) return;
-                mbarrier_wait(&s.control->rows_barrier, parity);
-                parity ^= 1;
-                waits = false;
-            };
+            // Even if the walk has failed: the copies must end before the CTA does. Once more costs nothing.
+            const auto await_rows = [&]() { mbarrier_wait(&s.control->rows_barrier, s.control->phase ^ 1); };
+            bool alive = true;
             if (helps()) {
                 if (taken == 0) {  // the first tier, to know what comes next
                     await_rows();
                     __syncthreads();
-                    if (rows == 0 || threshold <= left_out) return true;  // the follower goes no further, either
+                    if (rows == 0 || threshold <= left_out()) return true;  // the follower goes no further, either
                     taken = rows;
                     continue;
                 }
                 alive = !__syncthreads_or(warp == 0 && !await_asking(p, s.rows, step, batch_row));
+                await_rows();
                 token = s.control->token;
-                if (!alive || token == kNoToken) {
-                    await_rows();
-                    return alive;
-                }
+                if (!alive || token == kNoToken) return alive;
                 known = true;
             }
             while (true) {
@@ -565,7 +497,7 @@ struct Chase {
             best = max(best, warp_max_key(lane < kCertifyWarps ? s.keys[lane * kPart] : 0));
             for (bool asks = is_helped() && was_first;; asks = false) {
                 // No rows: more than a tier has room for are equal.
-                decided = rows == 0 || threshold <= left_out || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
+                decided = rows == 0 || threshold <= left_out() || is_above(best, scoring.limit(score_of(threshold, scoring.sampled()), bound));
                 if (decided || !asks) break;
                 if (__syncthreads_or(warp == 0 && !await_second(p, s.rows, step, batch_row))) return false;
                 best = max(best, s.control->token);

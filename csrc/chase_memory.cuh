@@ -45,7 +45,8 @@ struct ChaseControl {
     int32_t largest[kCertifyWarps];
     int32_t left_out[kCertifyWarps];
     uint32_t counts[2][2][kCertifyWarps];  // of threshold_of: by parity of the turn; two, and the third
-    int32_t rows;  // of the tier
+    int32_t rows;     // of the tier
+    uint32_t phase;  // of rows_barrier: parity of those that have begun
     int32_t failed;
 };
 

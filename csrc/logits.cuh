@@ -47,8 +47,7 @@ struct LogitsOutput {
         if (sends()) await_bulk_stores();
     }
 
-    // When all service warps have stored their last columns, and a barrier: tells every rank that it has this CTA's. Bulk copies, into the
-    // rank's own memory, needn't have ended.
+    // After `finish` of all service warps and a barrier: tells every rank that it has this CTA's columns.
     __device__ __forceinline__ void announce(const WalkExchange& exchange) const {
         if (!sends()) return;
         fence_system();

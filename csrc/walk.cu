@@ -330,7 +330,6 @@ struct Service {
                     for (int turn = columns_first; turn < 2 + columns_first; ++turn) {
                         if (turn != 1 && brings(index + lead())) bring_u(passes.at(index + lead()), alive);
                         if (turn == 1 && alive) logits().start(pass), logits().copy(pass);
-                        if (turn == 1 && columns_first) announce_columns();
                     }
                 } else {
                     if (index + lead() < passes.count) bring_u(passes.at(index + lead()), alive);
@@ -353,16 +352,12 @@ struct Service {
         if (lag() > 0 && !s.has_failed()) aggregate(passes.at(passes.count - 1));
         if constexpr (kLogits) {
             logits().finish();
-            if constexpr (kPeerLogits && !kPosts)
-                if (passes.count > 0) announce_columns();
+            if constexpr (kPeerLogits) {
+                named_barrier(kServiceBarrier, kServiceThreads);
+                if (passes.count > 0 && !s.has_failed()) logits().announce(exchange);
+            }
         }
         if (cta.index == 0) finish();
-    }
-
-    // When all service warps have stored them to the peers.
-    __device__ __forceinline__ void announce_columns() const {
-        named_barrier(kServiceBarrier, kServiceThreads);
-        if (!s.has_failed()) logits().announce(exchange);
     }
 
     // Of the pass before: its parts are in by now. And not later, as mailbox.cuh has it: results of the rows' next step follow.

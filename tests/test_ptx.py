@@ -174,7 +174,7 @@ def is_word(access: Access, kind: str | tuple[str, ...], region: str) -> bool:
     return access.pointer == "mailboxes" and access.opcode.startswith(kind) and region_of(access.offset) == region
 
 
-def logits_faults(found: list[Access], logits: str, is_single: bool) -> list[str]:
+def logits_faults(found: list[Access], logits: str) -> list[str]:
     """Logits are written after the headers of all ranks and before the columns words, with fences in between."""
     writes = [i for i, access in enumerate(found) if access.pointer == "logits" and not access.opcode.startswith("ld")]
     allowed = {
@@ -202,9 +202,7 @@ def logits_faults(found: list[Access], logits: str, is_single: bool) -> list[str
     if FENCE not in between("header, logits", headers[-1], writes[0]):
         faults.append("no fence between headers and logits")
     publishing = between("logits, columns", writes[-1], announced[0])
-    # Bulk copies are into the rank's own memory: a single request's columns are told before they have ended.
-    wanted = ["bar.sync", FENCE] if is_single else [COPIED, "bar.sync", FENCE]
-    if [opcode for opcode in publishing if not opcode.endswith("read")][-len(wanted) :] != wanted:
+    if [opcode for opcode in publishing if not opcode.endswith("read")][-3:] != [COPIED, "bar.sync", FENCE]:
         faults.append(f"logits are published by {publishing}")
     if FENCE not in between("columns, end", awaited[-1], len(found)):
         faults.append("no fence after the columns")
@@ -219,9 +217,7 @@ def walk_faults(folder: Path, macros: dict[str, int]) -> list[str]:
     else:
         allowed = INT8_WALK if macros["TPW_INT8"] else WALK
     allowed = allowed | REPORTS[logits]
-    return (
-        mailbox_faults(found, allowed) + logits_faults(found, logits, bool(macros["TPW_SINGLE"])) + status_faults(found)
-    )
+    return mailbox_faults(found, allowed) + logits_faults(found, logits) + status_faults(found)
 
 
 def spread_faults(folder: Path) -> list[str]:
@@ -390,8 +386,8 @@ UNORDERED: dict[str, tuple[str, str, str, str]] = {
     ),
     "a warp's copies aren't waited for": (
         "walk.cu",
-        "named_barrier(kServiceBarrier, kServiceThreads);\n        if (!s.has_failed()) logits().announce",
-        "if (!s.has_failed()) logits().announce",
+        "named_barrier(kServiceBarrier, kServiceThreads);\n                if (passes.count > 0 && ",
+        "if (passes.count > 0 && ",
         "logits are published by",
     ),
     "logits aren't released": (

@@ -48,8 +48,11 @@ constexpr bool kNoiseAhead = kSampled && kColumnGroups == 1;
 // A kernel for one request alone agrees by posts (exchange.cuh), where ranks are few, and by nothing else; no other one has code for them:
 // what 2 sampled requests jumped over cost them 5 µs (kernel_history.md).
 constexpr bool kPosts = TPW_SINGLE && kAgreeingRanks <= TPW_POST_WORLD_SIZE;
-// Sampled, with two groups of columns, the groups take turns, each with all of a warp's tiles: see multiply_group_by_group.
-constexpr bool kGroupsTakeTurns = kColumnGroups > 1 && kRegTiles == 2 && kSampled && !TPW_INT8;
+constexpr bool kReadsAgain = kTilesPerCta > kRegTiles * kMultiplyWarps + kSmemTiles;  // some tiles of W2, each pass
+// Sampled, with two groups of columns, the groups take turns, each with all of a warp's tiles: see multiply_group_by_group. Where tiles
+// are read again they come once, for both groups; then pairs of tiles take turns, and the groups of each: see multiply_pair_by_pair.
+constexpr bool kTakesTurns = kColumnGroups > 1 && kRegTiles == 2 && kSampled && !TPW_INT8;
+constexpr bool kGroupsTakeTurns = kTakesTurns && !kReadsAgain, kPairsTakeTurns = kTakesTurns && kReadsAgain;
 // What CTAs tell each other of a sampled request is an approximate score, and the logit with which whoever finds two scores too
 // near each other scores them exactly (candidate.cuh). An fp32 logit has no room in a key: then keys are exact from the start.
 constexpr bool kCandidates = kSampled && kRounding != kNone;

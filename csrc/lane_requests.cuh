@@ -345,9 +345,7 @@ struct LaneRequests {
             for (int i = 0; i < kTiles; ++i) of_group[i] = acc[i][at];
             add_group<kTiles>(p, s, cta, pass, slots, at, of_group);
         };
-        if constexpr (kGroupsTakeTurns && kGroups > 1) {
-            // Tiles that are read again: by one copy of the code, too. With one for each group 64 requests took 14 % longer than before
-            // (one GPU, where half of the tiles are streamed).
+        if constexpr (kPairsTakeTurns) {
 #pragma unroll 1
             for (int turn = 0; turn < kGroups; ++turn) {
                 add(0);
@@ -359,8 +357,8 @@ struct LaneRequests {
         }
     }
 
-    // Leaves the best rows in shared memory; merges: with those that the warp left there before.
-    __device__ __forceinline__ void leave(const Smem& s, const Cta& cta, const Pass& pass, bool merges) const {
+    // Leaves the best rows in shared memory.
+    __device__ __forceinline__ void leave(const Smem& s, const Cta& cta, const Pass& pass) const {
         Best* out = s.best + pass.buffer() * kRequests * kBestStride;
 #if TPW_SAMPLED || TPW_ROUNDING == 2
         if constexpr (kLanesReduce) {
@@ -370,11 +368,7 @@ struct LaneRequests {
             for (int i = 0; i < kCount; ++i) reduced[i] = best[i / Dot::kLaneRequests][i % Dot::kLaneRequests];
             const int left = reduce_over_lanes(reduced, cta.lane);
             Best& entry = out[request(cta, left / Dot::kLaneRequests, left % Dot::kLaneRequests) * kBestStride + cta.warp];
-            if (merges) __syncwarp();  // another lane may have left it
-            if (cta.lane < 4 * kCount) {
-                if (merges) reduced[0].merge(entry);
-                entry = reduced[0];
-            }
+            if (cta.lane < 4 * kCount) entry = reduced[0];
             return;
         }
 #endif
@@ -406,7 +400,7 @@ struct LaneRequests {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) exchange(acc[i][0][j], acc[i][1][j]);
+            for (int j = 0; j < 4; ++j) acc[i][0][j] = acc[i][1][j];
     }
 
     template <int kTiles>

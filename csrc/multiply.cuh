@@ -85,10 +85,38 @@ __device__ __forceinline__ void multiply_group_by_group(const WalkParams& p, con
             const Singles single(item);
             if (single.group == mine.first_group) multiply_tiles<0, 0, 1>(p, s, single.of(cta), pass, weights, Singles::kIndex, mine);
         }
-        mine.leave(s, cta, pass, kStreams);
+        mine.leave(s, cta, pass);
         const int next = mine.first_group + 1;
         if (next == kColumnGroups || pass.requests <= next * Dot::kRequests) break;  // the last group, or the last that has requests
         mine = LaneRequests<kGroups>(p, s, cta, pass, mine.pass_noise, next);
+    }
+}
+
+// The same tiles two by two, one group of columns of each pair after the other, where there are tiles that are read again: those are added
+// by one copy of a large code, and these by another. A group at a time with all of these, which takes a third, took 64 requests 22 %
+// longer (one GPU, V = 151,936). Of an SM quarter's two warps each begins with tiles of another kind: see
+// multiply_resident.
+__device__ __forceinline__ void multiply_pair_by_pair(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
+                                                      const Fragment (&weights)[kRegTiles][kSteps], int shared_slots, LaneRequests<kColumnGroups>& mine) {
+    const int shared_pairs = shared_slots / 2;  // behind which is the pair in registers, and beside that a tile without a partner
+    int pair = cta.warp < kMultiplyWarps / 2 ? shared_pairs : 0;
+#pragma unroll 1
+    for (int turn = 0; turn <= shared_pairs; ++turn) {
+        Dot::Accumulator acc[3][kColumnGroups][4] = {};
+        const bool is_shared = pair < shared_pairs, has_third = !is_shared && shared_slots % 2;
+        if (is_shared)
+            dot_products<0, 2>(s, cta, weights, 0, 2 * pair, mine.u, acc);
+        else if (has_third)
+            dot_products<2, 1>(s, cta, weights, 0, shared_slots - 1, mine.u, acc);
+        else
+            dot_products<2, 0>(s, cta, weights, 0, 0, mine.u, acc);
+        if (cta.rows > 0) {
+            asm volatile("" ::: "memory");  // the loads of base logits stay on this side of the branch
+            const int first = is_shared ? kRegTiles + 2 * pair : 0, slots[2] = {first, first + 1}, third[1] = {kRegTiles + shared_slots - 1};
+            if (has_third) mine.add_tiles<1>(p, s, cta, pass, third, acc + 2);  // first: then its registers are free
+            mine.add_tiles<2>(p, s, cta, pass, slots, acc);
+        }
+        pair = pair == shared_pairs ? 0 : pair + 1;
     }
 }
 
@@ -185,6 +213,8 @@ __device__ __forceinline__ bool multiply_resident(const WalkParams& p, const Sme
         multiply_by_warpgroups<kColumnGroups>(p, s, cta, pass, weights, mine);
     } else if constexpr (kGroupsTakeTurns) {
         multiply_group_by_group(p, s, cta, pass, weights, shared_slots, mine);
+    } else if constexpr (kPairsTakeTurns) {
+        multiply_pair_by_pair(p, s, cta, pass, weights, shared_slots, mine);
     } else if constexpr (kTakesLast) {
         // Register tiles keep the tensor cores busy, shared ones the loads: of an SM quarter's two warps, which go through a pass
         // in step, each begins with another kind. With one group of columns that costs 0.5 µs a step: too few MMAs side by side.
@@ -225,29 +255,18 @@ template <int kGroups, typename Ready>
 __device__ __forceinline__ void multiply(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass, const Fragment (&weights)[kRegTiles][kSteps],
                                          LaneRequests<kGroups>& mine, [[maybe_unused]] const WeightStream& stream, const Ready& ready) {
     if constexpr (!kQuadsShare || kStreams) mine.load_u_scales(s, cta, pass);
-    // The tiles that are read again come once, for all groups. What is known of those isn't kept beside the resident tiles of one: there
-    // are too few registers.
-    const auto multiply_again = [&](int part) {
-        if constexpr (kGroupsTakeTurns) {
-            LaneRequests<kColumnGroups> all(p, s, cta, pass, mine.pass_noise, 0);
-            multiply_part(p, s, cta, pass, stream, part, all);
-            all.leave(s, cta, pass, part > 0);
-        } else {
-            multiply_part(p, s, cta, pass, stream, part, mine);
-        }
-    };
     if constexpr (kStreams) {
         // Every chunk is taken, whether the resident tiles were multiplied or the walk has failed. A loop: one copy of the code.
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
-            multiply_again(part);
+            multiply_part(p, s, cta, pass, stream, part, mine);
             if (part == 0) multiply_resident(p, s, cta, pass, weights, mine, ready);
         }
     } else {
         if (!multiply_resident(p, s, cta, pass, weights, mine, ready)) return;
-        if constexpr (kTilesPerCta > kRegTiles * kMultiplyWarps + kSmemTiles) multiply_again(1);
+        if constexpr (kReadsAgain) multiply_part(p, s, cta, pass, stream, 1, mine);
     }
-    if constexpr (!kGroupsTakeTurns) mine.leave(s, cta, pass, false);
+    if constexpr (!kGroupsTakeTurns) mine.leave(s, cta, pass);
 }
 
 }  // namespace tpw

@@ -3,9 +3,10 @@
 //
 // A *unit* is a warp's share of one request's step on one rank: TPW_CHUNKS * 32 chunks of 16 ids, dealt to the units in turn, as
 // likely tokens are neighbours. Each unit keeps its own best, up to TPW_LIST ids, with no word to any other: any set of ids is
-// sound, as long as the largest score of those left out is told (tp_walk/certify.py). Which of them is best nobody needs to know.
+// sound, as long as what was left out is no more than is told (tp_walk/certify.py). Which of them is best nobody needs to know. Nor does a
+// list have to be full: a threshold that a good guess gives costs a pass over the scores, the one that fills a list six.
 //
-// A unit's TPW_LIST candidates, and after them the largest score that was left out, are sent in words of mailbox.cuh, as many to
+// A unit's TPW_LIST candidates, and after them what no score that was left out exceeds, are sent in words of mailbox.cuh, as many to
 // a word as have room beside the block's number: links and the gathering CTA have that much less to do. Every word of a unit is
 // written in every block, so that nothing is ever reset, and each carries its block, so that none needs another's ordering. Two
 // block parities take turns, for the reason that mailbox.cuh gives for headers: a rank enters block n + 2 once every peer's
@@ -19,14 +20,14 @@
 namespace tpw {
 
 constexpr int kList = TPW_LIST;
+constexpr int kLeastList = kList * 3 / 4;
 constexpr int kWordCandidates = TPW_BASE_FP32 ? 1 : TPW_SAMPLED ? 2 : 3;
 constexpr int kUnitWords = TPW_UNIT_WORDS;
 constexpr int kSlots = kUnitWords * kWordCandidates;
-static_assert(kSlots > kList && kSlots - kWordCandidates <= kList, "a list, and what was left out");
+static_assert(kSlots > kList && kSlots - kWordCandidates <= kList, "a list, and what bounds the others");
 constexpr int kChunkIds = 16;
 constexpr int kChunks = TPW_CHUNKS;  // of a lane
 static_assert(kChunks * kWarpSize * kChunkIds <= 1 << 16, "a place in a unit has 16 bits");
-static_assert(kList == kWarpSize, "a lane a candidate");
 
 // Of a step of the block. pair = step * batch + row.
 __device__ __forceinline__ u32 list_offset(const CertifyParams& p, u64 block, int pair, int source, int unit) {
@@ -164,6 +165,10 @@ constexpr int kPieces = kLaneIds / kPiece;
 constexpr int kMasks = kLaneIds / 32;
 static_assert(kChunkIds % kPiece == 0 && kLaneIds % 32 == 0);
 
+// A unit's ids in their order are pieces, dealt to the lanes in turn: loads of whole sectors, and neighbours in several lanes. The place in
+// the unit of a lane's id `id`.
+__device__ __forceinline__ int place_of(int lane, int id) { return (id / kPiece * kWarpSize + lane) * kPiece + id % kPiece; }
+
 // Base logits of fp32 are read again instead: there is no room for twice as many.
 constexpr bool kStagesBases = kWordCandidates == 2;
 
@@ -173,10 +178,8 @@ struct Chosen {
     uint4 pieces[kStagesBases ? 2 * kPieces : kPieces][kWarpSize];
     uint16_t place[kList];
 
-    // Of a lane's id.
-    __device__ __forceinline__ static BaseLogit* of(uint4 (*pieces)[kWarpSize], uint32_t lane, uint32_t id) {
-        return reinterpret_cast<BaseLogit*>(&pieces[id / kPiece][lane]) + id % kPiece;
-    }
+    __device__ __forceinline__ BaseLogit& score(uint32_t place) { return reinterpret_cast<BaseLogit*>(pieces)[place]; }
+    __device__ __forceinline__ BaseLogit& base(uint32_t place) { return reinterpret_cast<BaseLogit*>(pieces + kPieces)[place]; }
 };
 
 // Per half: all ones where x > y; the larger; the smaller, y for a NaN x.
@@ -226,15 +229,12 @@ struct Scores {
     }
     __device__ __forceinline__ static uint32_t id_of_bit(uint32_t bit) { return bit; }
 
-    // Of those that aren't above.
-    __device__ __forceinline__ int32_t largest_but(int32_t threshold) const {
-        const float limit = from_ordered(threshold);
-        float largest = __int_as_float(kLowestBits);
+    __device__ __forceinline__ int32_t largest() const {
+        float largest = of[0];
 #pragma unroll
-        for (int i = 0; i < kLaneIds; ++i) largest = fmaxf(largest, of[i] > limit ? largest : of[i]);
+        for (int i = 1; i < kLaneIds; ++i) largest = fmaxf(largest, of[i]);
         return ordered(largest);
     }
-    __device__ __forceinline__ int32_t largest() const { return largest_but(ordered_bits(kInfinityBits)); }
 };
 
 #else
@@ -265,26 +265,11 @@ struct Scores {
     }
     __device__ __forceinline__ static uint32_t id_of_bit(uint32_t bit) { return bit % 16 * 2 + bit / 16; }
 
-    __device__ __forceinline__ static int32_t larger_of(uint32_t pair) {
-        return max(ordered(__uint_as_float(pair << 16)), ordered(__uint_as_float(pair & 0xffff0000u)));
-    }
-
-    // Of those that aren't above.
-    __device__ __forceinline__ int32_t largest_but(int32_t threshold) const {
-        const uint32_t limit = both(threshold);
-        uint32_t largest = 0xff80ff80u;
-#pragma unroll
-        for (int i = 0; i < kLaneIds / 2; ++i) {
-            const uint32_t mask = pair_above(of[i], limit);
-            largest = pair_max(largest, (of[i] & ~mask) | (0xff80ff80u & mask));
-        }
-        return larger_of(largest);
-    }
     __device__ __forceinline__ int32_t largest() const {
         uint32_t largest = of[0];
 #pragma unroll
         for (int i = 1; i < kLaneIds / 2; ++i) largest = pair_max(largest, of[i]);
-        return larger_of(largest);
+        return max(ordered(__uint_as_float(largest << 16)), ordered(__uint_as_float(largest & 0xffff0000u)));
     }
 };
 
@@ -294,6 +279,7 @@ struct Scores {
 struct Unit {
     int batch_row, step, unit;
 
+    Unit() = default;
     __device__ __forceinline__ Unit(const CertifyParams& p, int item, int batch) {
         const u32 pair = u32(item) / u32(p.units);
         batch_row = pair % u32(batch), step = pair / u32(batch), unit = u32(item) % u32(p.units);
@@ -303,41 +289,72 @@ struct Unit {
         return static_cast<const BaseLogit*>(walk.base_logits) + batch_row * walk.base_stride_row + step * walk.base_stride_step;
     }
 
-    // Of a lane's id i, counted through its chunks.
-    __device__ __forceinline__ int column_at(const CertifyParams& p, int lane, int i) const {
-        return ((i / kChunkIds * kWarpSize + lane) * p.units + unit) * kChunkIds + i % kChunkIds;
-    }
+    // Of a lane's id.
+    __device__ __forceinline__ int column_at(const CertifyParams& p, int lane, int id) const { return column_of(place_of(lane, id), unit, p.units); }
 };
 
-// Of a row that has no 16-byte alignment, or that ends in a piece: -inf where there is no id. A call, as it is rare.
-__device__ __noinline__ void load_ragged(const CertifyParams& p, const Unit of, uint4 (*pieces)[kWarpSize]) {
+// Of a row that has no 16-byte alignment, or that ends in a piece, or of a unit with few ids: -inf where there is none. A call, as it is rare.
+__device__ __noinline__ void load_ragged(const CertifyParams& p, const Unit of, Chosen* chosen) {
     const BaseLogit* base = of.base(p.walk);
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll kPiece
     for (int i = 0; i < kLaneIds; ++i) {
         const int column = of.column_at(p, lane, i);
-        *Chosen::of(pieces, lane, i) = column < p.walk.shard_width ? base[column] : lowest_base();
+        chosen->score(place_of(lane, i)) = column < p.walk.shard_width ? base[column] : lowest_base();
     }
 }
 
 // `chosen`: the warp's own, and free: the unit before has been sent, the present one is in registers.
 __device__ __forceinline__ void load_pieces(const CertifyParams& p, const Unit& of, int lane, uint4 (&pieces)[kPieces], Chosen& chosen) {
     const BaseLogit* base = of.base(p.walk);
-    const int width = p.walk.shard_width;
-    bool ragged = reinterpret_cast<uint64_t>(base) % 16 != 0;
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) ragged |= static_cast<uint32_t>(width - of.column_at(p, lane, i * kPiece) - 1) < kPiece - 1;
-    if (ragged) {
-        load_ragged(p, of, chosen.pieces);
+    const int width = p.walk.shard_width, first = of.column_at(p, lane, 0), step = kWarpSize * kPiece * p.units;
+    static_assert(kWarpSize * kPiece % kChunkIds == 0, "a row of pieces is whole chunks");
+    constexpr int kLast = kPieces - 1;
+    const bool is_plain = reinterpret_cast<uint64_t>(base) % 16 == 0 && width % kPiece == 0 && first + (kLast - 1) * step < width;
+    if (!__all_sync(kFullWarp, is_plain)) {
+        load_ragged(p, of, &chosen);
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) pieces[i] = chosen.pieces[i][lane];
         return;
     }
+    const uint4* piece = reinterpret_cast<const uint4*>(base + first);
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-        const int column = of.column_at(p, lane, i * kPiece);
-        pieces[i] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
-        if (column < width) pieces[i] = __ldg(reinterpret_cast<const uint4*>(base + column));
+    for (int i = 0; i < kLast; ++i) pieces[i] = __ldg(piece + i * (step / kPiece));
+    pieces[kLast] = make_uint4(kLowestPair, kLowestPair, kLowestPair, kLowestPair);
+    if (first + kLast * step < width) pieces[kLast] = __ldg(piece + kLast * (step / kPiece));
+}
+
+__device__ __forceinline__ uint32_t order_distance(int32_t from, int32_t to) {
+    return static_cast<uint32_t>(to >> kOrderShift) - static_cast<uint32_t>(from >> kOrderShift);
+}
+
+// The order `steps` above.
+__device__ __forceinline__ int32_t order_above(int32_t from, uint32_t steps) { return from + (steps << kOrderShift); }
+
+// By one warp: the order that a unit's candidates exceed. No more than kList do, and no fewer than kLeastList, unless too many are equal or
+// there are no more. largest: of the lane's scores. count_above(order): how many of all lanes' exceed it; called for what is returned last.
+template <typename Count>
+__device__ __forceinline__ int32_t list_threshold(int32_t largest, const Count& count_above) {
+    // Of text and of noise as many as a list should have exceed the mean of the lanes' largest, less a part of the distance to their least.
+    // (A search for an order that so many lanes exceed is closer, and takes longer than what it saves.)
+    const int32_t top = __reduce_max_sync(kFullWarp, largest), bottom = __reduce_min_sync(kFullWarp, largest);
+    const uint32_t distance = order_distance(bottom, largest);
+    // The sum of 32 distances of 32 bits has no room.
+    const uint32_t mean = kOrderShift > 0 ? __reduce_add_sync(kFullWarp, distance) / kWarpSize : __reduce_add_sync(kFullWarp, distance / kWarpSize);
+    const int32_t guess = order_above(bottom, mean - mean / (256 / kLaneIds));
+    // `low` leaves too many, unless it is the lowest; `width` above it doesn't. The guess isn't far off.
+    int32_t low = ordered_bits(kLowestBits);
+    uint32_t width = order_distance(low, top), tried = order_distance(low, guess);
+    for (uint32_t step = order_distance(bottom, guess) / 4 + 1;; step *= 2) {
+        const int count = count_above(order_above(low, tried));
+        if (count > kList) {
+            low = order_above(low, tried), width -= tried;
+            tried = max(min(step, width / 2), 1u);
+        } else {
+            width = tried;
+            if (count >= kLeastList || width <= 1) return order_above(low, width);
+            tried = max(width - min(step, width), width / 2);
+        }
     }
 }
 
@@ -358,7 +375,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             const int column = of.column_at(p, lane, i);
             const float4 drawn = noise.approximate((walk.shard_start + column) / 4);
             const float noises[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
-            BaseLogit* values = Chosen::of(chosen.pieces, lane, i);
+            BaseLogit* values = &chosen.score(place_of(lane, i));
             uint32_t bits[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -378,52 +395,37 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) scores.take(pieces[i], i);
 
-    // `low` leaves too many, unless it is the lowest; `width` above it doesn't. The least of the lanes' largest is exceeded by some
-    // hundred scores of a usual step. It needn't be the best threshold; but one that stops at three quarters of
-    // a list leaves out ids that count: on held-out text the candidates of all units then hold the best 600 ids instead of 1,060.
-    const int32_t mine = scores.largest();
-    uint32_t low = ordered_bits(kLowestBits);
-    const auto distance = [&](int32_t from) { return static_cast<uint32_t>(from >> kOrderShift) - static_cast<uint32_t>(static_cast<int32_t>(low) >> kOrderShift); };
-    uint32_t width = distance(__reduce_max_sync(kFullWarp, mine)), tried = distance(__reduce_min_sync(kFullWarp, mine));
     uint32_t mask[kMasks];
-    for (int held = 0;;) {
-        scores.above(low + (tried << kOrderShift), mask);
-        int own = 0;
+    int own, count;
+    const int32_t kept = list_threshold(scores.largest(), [&](int32_t threshold) {
+        scores.above(threshold, mask);
+        own = 0;
 #pragma unroll
         for (int i = 0; i < kMasks; ++i) own += __popc(mask[i]);
-        const int found = __reduce_add_sync(kFullWarp, own);
-        if (found <= kList)
-            width = tried, held = found;
-        else
-            low += tried << kOrderShift, width -= tried;
-        if (width <= 1 || held >= kList - kList / 16) break;
-        tried = width / 2;
-    }
-    const int32_t kept = low + (width << kOrderShift);
-    scores.above(kept, mask);
-    int32_t left_out = __reduce_max_sync(kFullWarp, scores.largest_but(kept));
-    if (left_out == kInfinityBits) left_out = kTop;  // or a NaN
+        return count = __reduce_add_sync(kFullWarp, own);
+    });
+    // What isn't above -0 may be 0; and what isn't above infinity, a NaN.
+    const int32_t most = ordered(from_ordered(kept)), left_out = most < kInfinityBits ? most : kTop;
 
-    int own = 0;
+    // A sum over the lanes before, bit by bit: one lane rarely has more than seven.
+    const uint32_t before = (1u << lane) - 1;
+    int slot = 0;
+    const auto add_bit = [&](int bit) { slot += __popc(__ballot_sync(kFullWarp, own >> bit & 1) & before) << bit; };
 #pragma unroll
-    for (int i = 0; i < kMasks; ++i) own += __popc(mask[i]);
-    int slot = own;  // after a scan over the lanes: where the lane's candidates begin
-#pragma unroll
-    for (int far = 1; far < kWarpSize; far *= 2) {
-        const int before = __shfl_up_sync(kFullWarp, slot, far);
-        if (lane >= far) slot += before;
-    }
-    const int count = __shfl_sync(kFullWarp, slot, kWarpSize - 1);
-    slot -= own;
+    for (int bit = 0; bit < 3; ++bit) add_bit(bit);
+    for (int bit = 3; __any_sync(kFullWarp, own >> bit != 0); ++bit) add_bit(bit);
+    // Three a turn: a register that is stored can't be written before the store has been taken.
 #pragma unroll
     for (int i = 0; i < kMasks; ++i)
-        for (; mask[i] != 0; mask[i] &= mask[i] - 1) {
-            const uint32_t id = i * 32 + Scores::id_of_bit(__ffs(mask[i]) - 1);
-            chosen.place[slot++] = (id / kChunkIds * kWarpSize + lane) * kChunkIds + id % kChunkIds;
-        }
+        while (mask[i] != 0)
+#pragma unroll
+            for (int turn = 0; turn < 3; ++turn) {
+                if (mask[i] != 0) chosen.place[slot++] = place_of(lane, i * 32 + Scores::id_of_bit(__ffs(mask[i]) - 1));
+                mask[i] &= mask[i] - 1;
+            }
     __syncwarp();
     const u32 at = list_offset(p, block, of.step * walk.batch + of.batch_row, walk.rank, of.unit);
-    const int owner = u32(of.batch_row) % u32(p.owners);
+    const int owner = of.batch_row % TPW_WORLD_SIZE;  // where requests are dealt out
     for (int i = lane; i < kUnitWords; i += kWarpSize) {
         Candidate candidates[kWordCandidates];
 #pragma unroll
@@ -431,12 +433,11 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
             const int from = i * kWordCandidates + j;
             candidates[j] = {from == kList ? left_out : kNothing, 0, 0.0f};
             if (from >= count) continue;
-            const uint32_t place = chosen.place[from], chunk = place / kChunkIds, of_lane = chunk % kWarpSize;
-            const uint32_t id = chunk / kWarpSize * kChunkIds + place % kChunkIds;
+            const uint32_t place = chosen.place[from];
             candidates[j].place = place;
-            candidates[j].score = ordered(base_to_float(*Chosen::of(chosen.pieces, of_lane, id)));
+            candidates[j].score = ordered(base_to_float(chosen.score(place)));
             // Of greedy kernels the score is the base logit.
-            if (kStagesBases) candidates[j].base = base_to_float(*Chosen::of(chosen.pieces + kPieces, of_lane, id));
+            if (kStagesBases) candidates[j].base = base_to_float(chosen.base(place));
             if (kWordCandidates == 1) candidates[j].base = base_to_float(of.base(walk)[column_of(place, of.unit, p.units)]);
         }
         const Word word = pack(candidates, block);

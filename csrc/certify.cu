@@ -140,13 +140,16 @@ extern "C" __global__ void __launch_bounds__(tpw::kCertifyThreads, 1) certify(co
     const int first_row = p.owners > 1 ? walk.rank : 0, own_rows = max(batch - first_row + p.owners - 1, 0) / p.owners;
     // The base logits of the next unit are on their way while one is chosen from. (One copy of all code: this loads as late as it can.)
     uint4 pieces[kPieces];
+    Unit unit;
     for (int item = cta + ctas * (warp - kCertifyWarps); item < pairs * p.units; item += ctas * kCertifyWarps) {
         uint4 next[kPieces];
-        if (item + ctas * kCertifyWarps < pairs * p.units) load_pieces(p, Unit(p, item + ctas * kCertifyWarps, batch), lane, next, s.chosen(warp));
-        if (item >= 0 && __all_sync(kFullWarp, claim == 0)) {
-            const Unit unit(p, item, batch);
-            choose(p, block, read_row(walk, unit.batch_row, 0), unit, lane, pieces, s.chosen(warp));
+        Unit next_unit;
+        if (item + ctas * kCertifyWarps < pairs * p.units) {
+            next_unit = Unit(p, item + ctas * kCertifyWarps, batch);
+            load_pieces(p, next_unit, lane, next, s.chosen(warp));
         }
+        if (item >= 0 && __all_sync(kFullWarp, claim == 0)) choose(p, block, read_row(walk, unit.batch_row, 0), unit, lane, pieces, s.chosen(warp));
+        unit = next_unit;
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) pieces[i] = next[i];
     }

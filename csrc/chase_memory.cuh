@@ -80,7 +80,7 @@ struct ChaseSmem {
 };
 static_assert(sizeof(ChaseControl) <= TPW_CHASE_CONTROL_BYTES, "certified.CHASE_CONTROL_BYTES holds ChaseControl");
 static_assert(kPart % kColumnWarps == 0, "as many columns for each warp");
-static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes, "choosing borrows the rows' place");
+static_assert(kCertifyWarps * sizeof(Chosen) <= kTier * kRowBytes + kPart * kColumnBytes, "choosing borrows the rows' place, and u's");
 
 __device__ __forceinline__ char* step_word_of(const CertifyParams& p, int rank, int step, int row) {
     return p.lists[rank] + p.steps_offset + static_cast<u64>(step * p.walk.batch + row) * (TPW_STEP_WORDS * TPW_WORD_BYTES);

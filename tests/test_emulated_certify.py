@@ -23,6 +23,7 @@ from tp_walk.mailbox import WORD_BYTES, MailboxLayout
 from tp_walk.noise import Noise
 from tp_walk.plan import WalkInputs
 from tp_walk.precompile import HOPPER
+from tp_walk.reference import ordered
 from tp_walk.shard import shard_bounds
 from tp_walk.status import STATUS_BYTES
 
@@ -244,6 +245,47 @@ def test_more_equal_candidates_than_a_tier_has_room_for_are_left_to_the_walk(sam
 
     counts = check(crowd, 4, sampled, folder)
     assert sampled or counts["certified_steps"] == 0
+
+
+def lists_of(ranks: World, rank: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a greedy request's step, as `rank` sent them to whom it is dealt to: each unit's candidates `[units, list, 2]`, the upper half of a
+    score's order and its column, (-2^15, 0) where there is none; and what no other score exceeds `[units]`. csrc/candidates.cuh.
+    """
+    kernel, world = ranks._certify, len(ranks.ranks)
+    first = ranks._list_words + ((step * BATCH + row) * world + rank) * kernel.units * kernel.unit_words  # of block 1
+    words = ranks.ranks[row % world].lists.view(torch.int32)[4 * first :][: 4 * kernel.units * kernel.unit_words]
+    parts = words.reshape(kernel.units, kernel.unit_words, 4)[..., :3].flatten(1)
+    place, unit = parts & 0xFFFF, torch.arange(kernel.units)[:, None]
+    column = (place // 16 * kernel.units + unit) * 16 + place % 16
+    orders, length = parts >> 16, kernel.macros["TPW_LIST"]
+    exists = orders[:, :length] != -(2**15)
+    return torch.stack([orders, column], dim=-1)[:, :length] * exists[..., None] + torch.tensor([-(2**15), 0]) * ~exists[..., None], orders[:, length]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("spoil", [as_they_come, ties, masked, one_bad_request])
+@pytest.mark.parametrize("vocab_size", [700, 3000])
+def test_units_keep_their_best(spoil: Spoiler, vocab_size: int, world: int, folder: Path) -> None:
+    torch.manual_seed(4)
+    w1, w2 = (torch.randint(-4, 5, (vocab_size, 256)).float() / 32 for _ in range(2))
+    base = torch.randn(BATCH, GAMMA, vocab_size) * 8
+    spoil(base, w1, w2)
+    ranks = World(tp_walk.MarkovHead(w1.bfloat16(), w2.bfloat16()), world, "engine", False, folder)
+    ranks.certify(base.bfloat16(), torch.zeros(BATCH, dtype=torch.int64), None, torch.tensor(BATCH, dtype=torch.int32))
+    length = ranks._certify.macros["TPW_LIST"]
+    for rank, step, row in itertools.product(range(world), range(GAMMA), range(BATCH)):
+        shard = ranks.shards[rank]
+        scores = ordered(base.bfloat16()[row, step, shard.start : shard.stop].float()) >> 16
+        unit_of = torch.arange(shard.width) // 16 % ranks._certify.units
+        for unit, (listed, bound) in enumerate(zip(*lists_of(ranks, rank, step, row), strict=True)):
+            orders, columns = listed[listed[:, 0] != -(2**15)].T
+            assert torch.equal(orders, scores[columns])
+            assert len(columns.unique()) == len(columns)
+            assert bool((unit_of[columns] == unit).all())
+            left_out = scores[(unit_of == unit) & ~torch.isin(torch.arange(shard.width), columns)]
+            assert bool((left_out <= bound).all())
+            if spoil is as_they_come:
+                assert len(columns) >= min(length // 2, len(left_out))
 
 
 @pytest.mark.parametrize("valid", [0, 4])

@@ -28,7 +28,6 @@ from tp_walk.placement import TILE_ROWS, WARP_SIZE
 from tp_walk.plan import ExecutorContext, PlanExecutor, WalkInputs
 
 WARPS = 16
-LIST = 32  # candidates of a unit: a lane each
 CHUNK_IDS = 16
 CHASE_CONTROL_BYTES = 576
 # Tokens that a step is likely to end with, for which the next one works out what follows them: at most, and by one CTA.
@@ -39,9 +38,10 @@ HELPED_CTAS = 6  # for a step: where there are as many, one has its second tier 
 ENOUGH_CTAS = 4  # for a step: where there would be fewer, the ranks deal the requests out among themselves
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
-# Chunks of a lane, by the largest batch that they are for. Small units keep longer lists in all, which cost a large
-# batch time on the links.
-CHUNKS = ((8, 2), (1 << 16, 4))
+# By the largest batch that they are for: chunks of a lane, and the most candidates of a unit. Small units keep longer lists
+# in all, which cost a large batch time on the links. The lengths, of which three quarters are sure to be taken, leave few
+# blocks to the walk, and each thread of the chase a few words.
+UNITS = ((8, 2, 38), (1 << 16, 4, 47))
 BOUND_TOKENS = 64  # of a CTA
 BOUND_THREADS = 256
 
@@ -126,12 +126,12 @@ def certify_specialisations(
             kinds.setdefault((one.base_fp32, one.sampled), one)
     found = []
     smallest = 0
-    for limit, chunks in CHUNKS:
+    for limit, chunks, list_length in UNITS:
         if max_batch <= smallest:
             break
         smallest = limit
         units = -(-max(widths) // (chunks * WARP_SIZE * CHUNK_IDS)) or 1
-        entries = world_size * units * LIST
+        entries = world_size * units * list_length
         tier = next((tier for tier in TIERS if shared_bytes(tier, markov_rank) <= shared_limit), None)
         if tier is None:
             raise PlanUnavailableError(
@@ -143,9 +143,9 @@ def certify_specialisations(
             raise PlanUnavailableError(f"plan certified serves {most} requests at most; max_batch is {max_batch}")
         for (base_fp32, sampled), one in kinds.items():
             in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
-            unit_words = -(-(LIST + 1) // in_word)  # and one that wasn't chosen
+            unit_words = -(-(list_length + 1) // in_word)  # and one that wasn't chosen
             macros = one.macros | {
-                "TPW_LIST": LIST,
+                "TPW_LIST": list_length,
                 "TPW_UNIT_WORDS": unit_words,
                 "TPW_CHUNKS": chunks,
                 "TPW_TIER": tier,

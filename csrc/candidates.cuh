@@ -45,10 +45,8 @@ constexpr int32_t kTop = 0x7fffffff;  // ordered(NaN)
 constexpr float kLargestScore = 0x1p100f;
 constexpr float kSlack = 0x1p-20f, kSlackMagnitude = 32.0f;
 
-// The most that rounding can make of a value.
-__device__ __forceinline__ float swell(float value) {
-    return kRounding == kNone ? value : __fmul_rn(value, value < 0.0f ? 1.0f - 0x1p-8f : 1.0f + 0x1p-8f);
-}
+// The most that rounding can make of a value, as a factor.
+__device__ __forceinline__ float swelling(bool is_negative) { return kRounding == kNone ? 1.0f : is_negative ? 1.0f - 0x1p-8f : 1.0f + 0x1p-8f; }
 
 // One request's: how its values become scores.
 struct Scoring {
@@ -56,12 +54,8 @@ struct Scoring {
 
     __device__ __forceinline__ bool sampled() const { return kSampled && temperature > 0.0f; }
 
-    // What a sampled request's candidates are chosen by, from the base logit and approximate noise. NaN: nothing bounds it.
-    __device__ __forceinline__ float selection(float base, float noise) const {
-        const float value = __fmul_rn(swell(base), inverse_temperature);
-        const bool limitless = !(base < kLargestScore) || !(value < kLargestScore) || temperature >= kLargestScore;
-        return limitless ? __int_as_float(0x7fffffff) : __fadd_rn(value, noise);
-    }
+    // Of a sampled request: no selection score bounds anything.
+    __device__ __forceinline__ bool is_limitless() const { return sampled() && temperature >= kLargestScore; }
 
     // The scores themselves, of an id's dots after two tokens and exact noise.
     __device__ __forceinline__ void scores(float base, float first_dot, float second_dot, float noise, int32_t (&scores)[2]) const {
@@ -87,9 +81,26 @@ struct Scoring {
         if (largest == -__int_as_float(0x7f800000)) return ordered(-kLargestScore);
         float bias[2] = {bound, bound};
         if constexpr (kRounding != kOnce) round_to_bf16(bias[0], bias[1]);
-        const float share = __fmul_rn(swell(bias[0]), inverse_temperature);
+        const float share = __fmul_rn(__fmul_rn(bias[0], swelling(bias[0] < 0.0f)), inverse_temperature);
         const float slack = __fadd_rn(__fmul_rn(kSlack, fabsf(largest) + fabsf(share) + kSlackMagnitude), kGumbelError);
         return ordered(__fadd_rn(__fadd_rn(largest, share), slack));
+    }
+};
+
+// What a sampled request's candidates are chosen by, from the base logit and the logarithm of approximate noise. NaN: nothing bounds it.
+// Of an id that doesn't exist, whose base logit is -inf, -inf.
+struct Selection {
+    float positive, negative;  // what base logits are multiplied by
+    float largest;             // base logits below it stay below 2^100, swollen and divided by the temperature, too
+
+    __device__ __forceinline__ explicit Selection(const Scoring& scoring) {
+        const float inverse = scoring.is_limitless() ? 1.0f : scoring.inverse_temperature;  // 0 would make a NaN of -inf
+        positive = __fmul_rn(inverse, swelling(false)), negative = __fmul_rn(inverse, swelling(true));
+        largest = fminf(kLargestScore, __fmul_rn(kLargestScore / 2, scoring.temperature));
+    }
+
+    __device__ __forceinline__ float operator()(float base, float logarithm) const {
+        return base < largest ? score_of_logarithm(base, base < 0.0f ? negative : positive, logarithm) : __int_as_float(0x7fffffff);
     }
 };
 
@@ -370,22 +381,21 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
     if (scoring.sampled()) {
         // A loop: its code is run for the first time in each walk, which takes longer than running it again.
         const NoiseStream noise = noise_stream(row, of.step);
+        const Selection selection(scoring);
 #pragma unroll 1
         for (int i = 0; i < kLaneIds; i += 4) {
-            const int column = of.column_at(p, lane, i);
-            const float4 drawn = noise.approximate((walk.shard_start + column) / 4);
-            const float noises[4] = {drawn.x, drawn.y, drawn.z, drawn.w};
+            const float4 logarithms = gumbel_logarithms(noise.bits(u32(walk.shard_start + of.column_at(p, lane, i)) / 4));
             BaseLogit* values = &chosen.score(place_of(lane, i));
-            uint32_t bits[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float score = scoring.selection(base_to_float(values[j]), noises[j]);
-                bits[j] = column + j < walk.shard_width ? __float_as_uint(score) : kLowestBits;
-            }
 #if TPW_BASE_FP32
-            *reinterpret_cast<uint4*>(values) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+            float4& four = *reinterpret_cast<float4*>(values);
+            four = make_float4(selection(four.x, logarithms.x), selection(four.y, logarithms.y), selection(four.z, logarithms.z), selection(four.w, logarithms.w));
 #else
-            *reinterpret_cast<uint2*>(values) = make_uint2(__byte_perm(bits[0], bits[1], 0x7632), __byte_perm(bits[2], bits[3], 0x7632));
+            uint2& four = *reinterpret_cast<uint2*>(values);
+            const auto scores_of = [&](uint32_t pair, float first, float second) {
+                const float low = selection(__uint_as_float(pair << 16), first), high = selection(__uint_as_float(pair & 0xffff0000u), second);
+                return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+            };
+            four = make_uint2(scores_of(four.x, logarithms.x, logarithms.y), scores_of(four.y, logarithms.z, logarithms.w));
 #endif
         }
 #pragma unroll
@@ -405,7 +415,7 @@ __device__ __forceinline__ void choose(const CertifyParams& p, u64 block, const 
         return count = __reduce_add_sync(kFullWarp, own);
     });
     // What isn't above -0 may be 0; and what isn't above infinity, a NaN.
-    const int32_t most = ordered(from_ordered(kept)), left_out = most < kInfinityBits ? most : kTop;
+    const int32_t most = ordered(from_ordered(kept)), left_out = most < kInfinityBits && !scoring.is_limitless() ? most : kTop;
 
     // A sum over the lanes before, bit by bit: one lane rarely has more than seven.
     const uint32_t before = (1u << lane) - 1;

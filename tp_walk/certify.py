@@ -34,9 +34,9 @@ covers sixteen such roundings, the limit's own and a reciprocal for the quotient
 "none", for which e = 0. Denormals are off by 2^-133 / T < 2^-116, below the slack's absolute part. Whoever selects by
 approximate noise adds its error. Nothing uses more of s_j than that it is large enough, so it may be rounded up.
 Infinities: v / T = inf and g = -inf make a NaN, so ids whose base or f(base) / T is 2^100 or more have s = NaN: they
-are kept or make τ NaN. Rows with T >= 2^100, where -inf / T may be NaN, have s = NaN everywhere. Elsewhere v / T is
-below 2^101. s = -inf may be an overflow of less than -2^127, to which at most 2^98 is added: the limit of τ = -inf is
--2^100.
+are kept or make τ NaN. Kernels draw that line at 2^99 T instead of f(base) / T, which is less. Rows with T >= 2^100,
+where -inf / T may be NaN, have s = NaN everywhere, or τ = NaN. Elsewhere v / T is below 2^101. s = -inf may be an
+overflow of less than -2^127, to which at most 2^98 is added: the limit of τ = -inf is -2^100.
 
 Ranks. Each keeps its own `count` ids; τ is the largest of all ranks'. The union holds the `count` best of all, whoever
 has them: in practice the small ids, all on one rank. Ids equal to τ are left out, so that no list overflows.

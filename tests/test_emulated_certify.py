@@ -32,6 +32,7 @@ pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="needs g++")
 GRID, BATCH, GAMMA = 3, 6, 4
 DEADLINE_NS = 60 * 10**9
 FIRST_OFFSET = 3
+NO_ORDER = -(2**15)  # the upper half of that of no candidate
 
 
 @pytest.fixture(scope="session")
@@ -248,8 +249,10 @@ def test_more_equal_candidates_than_a_tier_has_room_for_are_left_to_the_walk(sam
 
 
 def lists_of(ranks: World, rank: int, step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a greedy request's step, as `rank` sent them to whom it is dealt to: each unit's candidates `[units, list, 2]`, the upper half of a
-    score's order and its column, (-2^15, 0) where there is none; and what no other score exceeds `[units]`. csrc/candidates.cuh.
+    """A greedy request's step as `rank` sent it to the request's owner, laid out by csrc/candidates.cuh.
+
+    Each unit's candidates `[units, list, 2]`: the upper half of a score's order, NO_ORDER where there is none, and its
+    column. And what no other score of the unit exceeds `[units]`.
     """
     kernel, world = ranks._certify, len(ranks.ranks)
     first = ranks._list_words + ((step * BATCH + row) * world + rank) * kernel.units * kernel.unit_words  # of block 1
@@ -257,9 +260,8 @@ def lists_of(ranks: World, rank: int, step: int, row: int) -> tuple[torch.Tensor
     parts = words.reshape(kernel.units, kernel.unit_words, 4)[..., :3].flatten(1)
     place, unit = parts & 0xFFFF, torch.arange(kernel.units)[:, None]
     column = (place // 16 * kernel.units + unit) * 16 + place % 16
-    orders, length = parts >> 16, kernel.macros["TPW_LIST"]
-    exists = orders[:, :length] != -(2**15)
-    return torch.stack([orders, column], dim=-1)[:, :length] * exists[..., None] + torch.tensor([-(2**15), 0]) * ~exists[..., None], orders[:, length]
+    orders, length = parts >> 16, int(kernel.macros["TPW_LIST"])
+    return torch.stack([orders, column], dim=-1)[:, :length], orders[:, length]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -272,13 +274,13 @@ def test_units_keep_their_best(spoil: Spoiler, vocab_size: int, world: int, fold
     spoil(base, w1, w2)
     ranks = World(tp_walk.MarkovHead(w1.bfloat16(), w2.bfloat16()), world, "engine", False, folder)
     ranks.certify(base.bfloat16(), torch.zeros(BATCH, dtype=torch.int64), None, torch.tensor(BATCH, dtype=torch.int32))
-    length = ranks._certify.macros["TPW_LIST"]
+    length = int(ranks._certify.macros["TPW_LIST"])
     for rank, step, row in itertools.product(range(world), range(GAMMA), range(BATCH)):
         shard = ranks.shards[rank]
         scores = ordered(base.bfloat16()[row, step, shard.start : shard.stop].float()) >> 16
         unit_of = torch.arange(shard.width) // 16 % ranks._certify.units
         for unit, (listed, bound) in enumerate(zip(*lists_of(ranks, rank, step, row), strict=True)):
-            orders, columns = listed[listed[:, 0] != -(2**15)].T
+            orders, columns = listed[listed[:, 0] != NO_ORDER].T
             assert torch.equal(orders, scores[columns])
             assert len(columns.unique()) == len(columns)
             assert bool((unit_of[columns] == unit).all())

@@ -38,9 +38,9 @@ HELPED_CTAS = 6  # for a step: where there are as many, one has its second tier 
 ENOUGH_CTAS = 4  # for a step: where there would be fewer, the ranks deal the requests out among themselves
 # Rows of W2 that the CTA of a step keeps at hand: most steps score fewer than that (experiments/certified_share.py).
 TIERS = (256, 128, 64)
-# By the largest batch that they are for: chunks of a lane, and the most candidates of a unit. Small units keep longer lists
-# in all, which cost a large batch time on the links. The lengths, of which three quarters are sure to be taken, leave few
-# blocks to the walk, and each thread of the chase a few words.
+# By the largest batch that they are for: chunks of a lane, and the most candidates of a unit. Small units keep longer
+# lists in all, which cost a large batch time on the links. Three quarters of a list are sure to be taken; its length
+# leaves few blocks to the walk, and each thread of the chase few words.
 UNITS = ((8, 2, 38), (1 << 16, 4, 47))
 BOUND_TOKENS = 64  # of a CTA
 BOUND_THREADS = 256

@@ -353,10 +353,11 @@ __device__ __forceinline__ int32_t list_threshold(int32_t largest, const Count& 
     // The sum of 32 distances of 32 bits has no room.
     const uint32_t mean = kOrderShift > 0 ? __reduce_add_sync(kFullWarp, distance) / kWarpSize : __reduce_add_sync(kFullWarp, distance / kWarpSize);
     const int32_t guess = order_above(bottom, mean - mean / (256 / kLaneIds));
-    // `low` leaves too many, unless it is the lowest; `width` above it doesn't. The guess isn't far off.
+    // `low` leaves too many, unless it is the lowest; `width` above it doesn't. The guess isn't far off, as a rule: steps away from it
+    // double, up to where they can't be less than half of any width. (One that became 0 would try the same order for ever.)
     int32_t low = ordered_bits(kLowestBits);
     uint32_t width = order_distance(low, top), tried = order_distance(low, guess);
-    for (uint32_t step = order_distance(bottom, guess) / 4 + 1;; step *= 2) {
+    for (uint32_t step = order_distance(bottom, guess) / 4 + 1;; step = min(step, 1u << 30) * 2) {
         const int count = count_above(order_above(low, tried));
         if (count > kList) {
             low = order_above(low, tried), width -= tried;

@@ -22,7 +22,7 @@ constexpr int kLikely = TPW_LIKELY;  // tokens of a step that have transitions, 
 constexpr int kLaneLikely = kLikely / kWarpSize;
 static_assert(kPartGroups == 2 && kPart <= kWarpSize && kLikely % kWarpSize == 0);
 constexpr int kThreadWords = (kMaxEntries / kList * kUnitWords + kCertifyThreads - 1) / kCertifyThreads;  // of the candidates' words
-static_assert(kThreadWords <= 32, "a bit a word");
+static_assert(kThreadWords <= 32, "a bit a word: certified.MOST_THREAD_WORDS");
 // Warps that load columns of u; of sampled kernels the others draw noise meanwhile.
 constexpr int kColumnWarps = kSampled ? kCertifyWarps / 2 : kCertifyWarps;
 constexpr int kWarpRows = kTier / kCertifyWarps;

@@ -229,6 +229,18 @@ def test_every_rounding_and_drafted_ids(rounding: Rounding, folder: Path) -> Non
         check(one_bad_request, 2, sampled, folder, rounding=rounding, draft=True)
 
 
+@pytest.mark.parametrize("rounding", ["engine", "none"])
+@pytest.mark.parametrize("allowed", [7, 20])
+def test_fewer_ids_above_a_mask_than_a_list_has_room_for(allowed: int, rounding: Rounding, folder: Path) -> None:
+    """No threshold leaves as many as a list should have: with fp32 base logits that is known after some 60 tries."""
+
+    def few(base: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        others = torch.rand(base.shape).argsort(dim=-1)[..., allowed:]
+        base.scatter_(-1, others, -1e9)
+
+    check(few, 1, True, folder, rounding=rounding)
+
+
 def test_steps_are_certified_and_requests_fall_back(folder: Path) -> None:
     counts = check(masked, 2, True, folder)
     assert counts["certified_blocks"] == counts["blocks"] == 3 * BATCH

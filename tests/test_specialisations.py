@@ -6,6 +6,7 @@ import pytest
 
 from tp_walk import certified, jit, kernels, precompile, spread
 from tp_walk.config import Rounding
+from tp_walk.errors import PlanUnavailableError
 from tp_walk.executors import TpBf16Executor
 from tp_walk.int8_executors import Int8Executor
 from tp_walk.placement import (
@@ -170,6 +171,18 @@ def test_certified_specialisations_keep_their_registers(widths: list[int], round
         assert used.stack_bytes <= most, (one.max_batch, one.sampled)
         assert used.registers * certified.WARPS * 32 <= 65_536
         assert used.static_shared_bytes + one.shared_bytes <= HOPPER.shared_limit
+
+
+def test_a_vocabulary_with_more_candidates_than_are_gathered_has_no_plan_certified() -> None:
+    with pytest.raises(PlanUnavailableError, match=r"gathers 16384 words .* 1 ranks with 450000 ids would send 17160"):
+        certified.certify_specialisations(
+            markov_rank=256,
+            widths=[450_000],
+            max_batch=64,
+            rounding="none",
+            num_sms=HOPPER.num_sms,
+            shared_limit=HOPPER.shared_limit,
+        )
 
 
 @pytest.mark.parametrize("markov_rank", [256, 512])

@@ -42,6 +42,7 @@ TIERS = (256, 128, 64)
 # lists in all, which cost a large batch time on the links. Three quarters of a list are sure to be taken; its length
 # leaves few blocks to the walk, and each thread of the chase few words.
 UNITS = ((8, 2, 38), (1 << 16, 4, 47))
+MOST_THREAD_WORDS = 32  # of a step's candidates, in a thread's registers: csrc/chase_memory.cuh
 BOUND_TOKENS = 64  # of a CTA
 BOUND_THREADS = 256
 
@@ -143,7 +144,13 @@ def certify_specialisations(
             raise PlanUnavailableError(f"plan certified serves {most} requests at most; max_batch is {max_batch}")
         for (base_fp32, sampled), one in kinds.items():
             in_word = 1 if base_fp32 else 2 if sampled else 3  # candidates: csrc/candidates.cuh
-            unit_words = -(-(list_length + 1) // in_word)  # and one that wasn't chosen
+            unit_words = -(-(list_length + 1) // in_word)  # and what bounds the others
+            words, most_words = world_size * units * unit_words, MOST_THREAD_WORDS * WARPS * WARP_SIZE
+            if words > most_words:
+                raise PlanUnavailableError(
+                    f"plan certified gathers {most_words} words of candidates of a step; {world_size} ranks with "
+                    f"{max(widths)} ids would send {words}"
+                )
             macros = one.macros | {
                 "TPW_LIST": list_length,
                 "TPW_UNIT_WORDS": unit_words,

@@ -49,7 +49,7 @@ AGREEMENT_US = 2.25
 # Of the other passes of a step, what the agreement can hide behind: it has the service warps, which they want, too.
 HIDING = 0.5
 # Of a sampled step beyond its noise: scores are approximate first, and exact where two are near each other.
-SAMPLED_US = 0.6
+SAMPLED_US = 0.3
 
 # The slope of a block's time beyond its steps over what a GPU holds, from 33 to 43 MB.
 COLD_BYTES_PER_US = 3.7e6

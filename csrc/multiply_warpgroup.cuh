@@ -118,7 +118,7 @@ template <int kGroups>
 __device__ __forceinline__ void multiply_by_warpgroups(const WalkParams& p, const Smem& s, const Cta& cta, const Pass& pass,
                                                        const Fragment (&weights)[kRegTiles][kSteps], LaneRequests<kColumnGroups>& mine) {
     static_assert(kMultiplyWarps == 2 * kWarpgroupWarps, "two warpgroups");
-    static_assert(kGroups == 2 && kTilesPerCta <= kRegTiles * kMultiplyWarps + kSmemTiles, "no tile is streamed");
+    static_assert(kGroups == 2 && !kReadsAgain, "all tiles are resident");
     const uint64_t u = u_matrices(s, pass);
     Dot::Accumulator acc[2][2][kGroups][4];
     __syncwarp();
